@@ -30,9 +30,8 @@ from tasks import Encoder
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_quant_hooks.auto.state import default_candidates
 from ddp_quant_hooks.measure import Model, Report, measure
-from ddp_quant_hooks.measure.trials import hooks_to_try
-from dist_utils import resolve_group
 
 ALONE = "without communication"
 CASES = {
@@ -92,7 +91,7 @@ def measure_and_train(
     reports, trained = [measure(budget=budget)], {}
     for name in models:
         make = MODELS[name]
-        hooks = {ALONE: None, **hooks_to_try(resolve_group(None))}
+        hooks = {ALONE: None, **default_candidates()}
         sides = {hook: side(rank, make, found, alone=hook == ALONE) for hook, found in hooks.items()}
         seconds = in_turns(sides, repeats, warm_up=3)  # DDP rebuilds its buckets, and memory is allocated
         trained[name] = sum(parameter.numel() for parameter in make(rank)[0].parameters()), seconds

@@ -192,25 +192,18 @@ class Transformers:
         return _trained(net, getattr(callback, "quantized", None), getattr(callback, "handle", None), norms)
 
 
-class Run(NamedTuple):
-    """Options of a framework, and those of ``overlap_optimizer`` that replace them with the overlap."""
-
-    own: dict[str, Any]
-    instead: dict[str, Any]
-
-
 class Framework(NamedTuple):
     """What can be done with a framework.
 
     Attributes:
         make: Makes the object that trains.
-        runs: Options whose results are compared.
+        runs: Options whose results are compared, and those of ``overlap_optimizer`` that replace them.
         clips_by_norm: Options for that.
         resumes_bitwise: Whether a resumed run has the bits of an uninterrupted one.
     """
 
     make: type[Lightning | Accelerate | Transformers]
-    runs: dict[str, Run]
+    runs: dict[str, tuple[dict[str, Any], dict[str, Any]]]
     clips_by_norm: dict[str, Any]
     resumes_bitwise: bool = False
 
@@ -221,20 +214,20 @@ FRAMEWORKS = {
     "Lightning": Framework(
         Lightning,
         {
-            "plain": Run({}, {}),
-            "clipping": Run(_by_value, _instead),
-            "accumulation": Run({"accumulate_grad_batches": 3}, {}),
-            "bf16": Run({"precision": "bf16-mixed"}, {}),
+            "plain": ({}, {}),
+            "clipping": (_by_value, _instead),
+            "accumulation": ({"accumulate_grad_batches": 3}, {}),
+            "bf16": ({"precision": "bf16-mixed"}, {}),
         },
         {"gradient_clip_val": 0.1},
     ),
     "Accelerate": Framework(
         Accelerate,
         {
-            "plain": Run({}, {}),
-            "clipping": Run({"clip": ("clip_grad_value_", 1e-4)}, _instead),
-            "accumulation": Run({"gradient_accumulation_steps": 3}, {}),
-            "bf16": Run({"mixed_precision": "bf16"}, {}),
+            "plain": ({}, {}),
+            "clipping": ({"clip": ("clip_grad_value_", 1e-4)}, _instead),
+            "accumulation": ({"gradient_accumulation_steps": 3}, {}),
+            "bf16": ({"mixed_precision": "bf16"}, {}),
         },
         {"clip": ("clip_grad_norm_", 0.1)},
         resumes_bitwise=True,
@@ -242,9 +235,9 @@ FRAMEWORKS = {
     "Transformers": Framework(
         Transformers,
         {
-            "plain": Run({}, {}),
-            "accumulation": Run({"gradient_accumulation_steps": 3}, {}),
-            "bf16": Run({"bf16": True}, {}),
+            "plain": ({}, {}),
+            "accumulation": ({"gradient_accumulation_steps": 3}, {}),
+            "bf16": ({"bf16": True}, {}),
         },
         {"max_grad_norm": 0.1},
     ),

@@ -24,13 +24,11 @@ class Snippet(NamedTuple):
     Attributes:
         place: The page's path and the snippet's number there, for messages.
         section: The title of the section; empty before the first one.
-        line: The line of the page at which the code begins.
-        text: The code.
+        text: The code, after as many empty lines as there are lines before it on the page.
     """
 
     place: str
     section: str
-    line: int
     text: str
 
 
@@ -41,7 +39,7 @@ def snippets(page: Path) -> list[Snippet]:
         before = text[: block.start(1)]
         sections = ["", *re.findall(r"^## (.*)$", before, re.MULTILINE)]
         place = f"{page.relative_to(ROOT)} {len(found)}"
-        found.append(Snippet(place, sections[-1], before.count("\n"), block[1]))
+        found.append(Snippet(place, sections[-1], "\n" * before.count("\n") + block[1]))
     return found
 
 
@@ -52,29 +50,38 @@ def run(chosen: Iterable[Snippet], **names: Any) -> dict[str, Any]:
     """
     names["__name__"] = "__main__"
     for snippet in chosen:
-        exec(compile("\n" * snippet.line + snippet.text, snippet.place, "exec"), names)
+        exec(compile(snippet.text, snippet.place, "exec"), names)
     return names
 
 
-def run_program(
+def start_program(
     script: Path,
     *arguments: object,
     ranks: int = 2,
     restarts: int = 0,
     folder: Path | None = None,
     **environ: str,
-) -> tuple[str, str]:
-    """Run a program under torchrun; return what it has printed, and its errors."""
+) -> subprocess.Popen[str]:
+    """Start a program under torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--monitor-interval=0.1"]
     options = [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, *launcher, *options, str(script), *map(str, arguments)],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
-        timeout=600,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, done.stderr
+
+
+def run_program(*arguments: Any, **options: Any) -> tuple[str, str]:
+    """Run such a program to its end; return what it has printed, and its errors."""
+    return end_of(start_program(*arguments, **options))
+
+
+def end_of(program: subprocess.Popen[str]) -> tuple[str, str]:
+    """Wait for the end of a program, which must be a good one; return what it has printed, and its errors."""
+    output, errors = program.communicate(timeout=600)
+    assert program.returncode == 0, output + errors
+    return output, errors

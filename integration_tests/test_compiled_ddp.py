@@ -16,8 +16,8 @@ def _begin(hook, overlap=None, *, compiled=True):
     torch.manual_seed(0)
     sizes = itertools.pairwise([WIDTH, 600, 600, WIDTH])
     net = torch.nn.Sequential(*[torch.nn.Linear(*size) for size in sizes]).to(rank_device())
-    options = {"net": net, "bucket_cap_mb": 1}  # the minimum for DDPOptimizer
-    training = with_hook(resolve_group(), HOOKS[hook], overlap, **options)
+    # The minimum for DDPOptimizer.
+    training = with_hook(resolve_group(), HOOKS[hook], overlap, net=net, bucket_cap_mb=1)
     if compiled:
         training.model = torch.compile(training.model, backend="aot_eager")
     return training

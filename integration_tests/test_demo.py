@@ -16,7 +16,6 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "demo.py"
 for needed in ("matplotlib", "tqdm"):
     pytest.importorskip(needed, reason=f"the demo needs {needed}")
 
-needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 ROW = re.compile(
     r"^(plain DDP|\d+ bits(?: \+ overlap)?) +\d+ \[\d+, \d+] +-?\d+"  # the step, and its exposed part
     r" +(\d+\.\d+)x +(\S+|not counted) +(\d+\.\d+)$",
@@ -84,7 +83,7 @@ def _wait_for_processes(folder, are_right, demo):
     pytest.fail(f"{ended=}, {lines=}, {demo.communicate(timeout=60)}")
 
 
-@needs_linux
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_is_left(tmp_path, how):
     process = _start(tmp_path)

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,9 +13,11 @@ import torch
 
 from dist_utils.testing import same_bits
 
+EXAMPLES = pages.DOCS / "examples"
+
 
 def _run(script, *arguments, **options):
-    return pages.run_program(pages.DOCS / "examples" / script, *arguments, **options)
+    return pages.run_program(EXAMPLES / script, *arguments, **options)
 
 
 def _numbers(pattern, text):
@@ -114,21 +115,12 @@ def test_the_program_to_copy_goes_on_with_another_number_of_ranks(launch, tmp_pa
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_the_program_to_copy_survives_a_killed_rank(tmp_path):
     folder, options = tmp_path / "killed", ["--steps", "300", "--every", "10"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    program = [pages.DOCS / "examples" / "train_ddp.py", folder, *options]
-    job = subprocess.Popen(
-        [*torchrun, "--max-restarts=1", "--monitor-interval=0.1", *map(str, program)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    job = pages.start_program(EXAMPLES / "train_ddp.py", folder, *options, restarts=1)
     printed = [job.stdout.readline() for _ in range(3)]  # two checkpoints are written
     assert "step 20" in printed[-1], printed
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
-    output, errors = job.communicate(timeout=300)
-    assert job.returncode == 0, output + errors
+    output, _ = pages.end_of(job)
     (first,) = _numbers(r"from step (\d+)", output)
     assert 20 <= first < 300
     _run("train_ddp.py", tmp_path / "through", *options)
@@ -155,16 +147,11 @@ def test_rare_synchronization_learns_and_sends_little(script, options, share):
     assert 0.9 * share < sent / (4 * parameters * rounds) < 1.05 * share
 
 
-needs_digits = pytest.mark.skipif(
-    None in (importlib.util.find_spec("sklearn"), importlib.util.find_spec("tqdm")),
-    reason="needs scikit-learn and tqdm",
-)
 ROW = re.compile(
     r"^(\S+(?: \S+)*) +(\S+) +(\S+) +(\d+\.\d+) +(\d\.\d+) +(\d\.\de[+-]\d+) +(yes|NO)$", re.MULTILINE
 )
 
 
-@needs_digits
 @pytest.mark.parametrize(
     ("hooks", "count"),
     [
@@ -173,6 +160,8 @@ ROW = re.compile(
     ],
 )
 def test_every_hook_learns_digits_and_sends_what_it_says(tmp_path, hooks, count):
+    for needed in ("sklearn", "tqdm"):
+        pytest.importorskip(needed)
     output, errors = _run("train_digits.py", "--epochs=6", *hooks, folder=tmp_path, CUDA_VISIBLE_DEVICES="")
     rows = {row[0]: row[1:] for row in ROW.findall(output)}
     assert len(rows) == count, output + errors

@@ -44,8 +44,5 @@ def test_a_link_is_no_faster_than_its_rate():
 
 @pytest.mark.parametrize("rate", ["fast", "0mbit", "1gbit burst 1"])
 def test_a_rate_that_limits_nothing_or_everything_is_refused(rate):
-    with (
-        pytest.raises(ValueError, match="rate must be a positive number"),
-        emulation.emulated_hosts(2, rate=rate),
-    ):
-        pass
+    with pytest.raises(ValueError, match="rate must be a positive number"):
+        emulation.require_rate(rate)

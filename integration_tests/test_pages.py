@@ -39,7 +39,7 @@ def test_programs_end_alike_on_all_ranks(program, tmp_path):
     assert told["0"] == told["1"]
 
 
-def _names(folder):
+def _names():
     """Return the names that a snippet uses from the program around it."""
     net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     ddp = DistributedDataParallel(net)
@@ -58,7 +58,6 @@ def _names(folder):
         "x": batch,
         "nodes": 2,
         "ranks_per_node": 1,
-        "path": folder / "checkpoint.pt",
     }
 
 
@@ -72,7 +71,7 @@ def _run_snippets(rank, folder):
                 continue
             # No GPUs, and only a short measurement.
             text = snippet.text.replace('"cuda"', '"cpu"').replace("budget=20", "budget=1")
-            names = _names(folder)
+            names = _names()
             run([snippet._replace(text=text)], **names)
             names["ddp"].zero_grad()
             names["ddp"](names["batch"]).square().mean().backward()
@@ -96,17 +95,24 @@ def test_the_hook_of_the_page_passes_its_own_test(tmp_path):
     assert "2 passed" in done.stdout, done.stdout
 
 
-def _find_the_limit(_):
-    (waiting,) = [snippet for snippet in snippets(DOCS / "choose.md") if "no_sync" in snippet.text]
-    ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
-    names = run([waiting], ddp=ddp, batch=torch.randn(8, 64))
-    return names["alone"], names["together"]
+def _run_the_page_of_resuming(folder, steps, ranks=2):
+    """Run the program up to a step, from its last checkpoint; return what each rank has printed."""
+    folder.mkdir(exist_ok=True)
+    (program,) = snippets(DOCS / "resume.md")
+    (folder / "example.py").write_text(program.text)
+    output, _ = run_program(folder / "example.py", ranks=ranks, folder=folder, STEPS=str(steps))
+    return dict(re.findall(r"rank (\d): (-?[\d.]+)", output))
 
 
-def test_the_page_prints_the_time_with_and_without_communication():
-    for alone, together in run_ranks(_find_the_limit, 2, timeout=60):
-        assert alone > 0
-        assert together > 0
+def test_a_job_of_the_page_that_ended_goes_on_with_the_same_bits_or_with_more_ranks(tmp_path):
+    _run_the_page_of_resuming(tmp_path / "interrupted", 6)
+    resumed = _run_the_page_of_resuming(tmp_path / "interrupted", 12)
+    assert sorted(resumed) == ["0", "1"]
+    assert len(set(resumed.values())) == 1
+    assert resumed == _run_the_page_of_resuming(tmp_path / "through", 12)
+    more_ranks = _run_the_page_of_resuming(tmp_path / "interrupted", 15, ranks=3)
+    assert sorted(more_ranks) == ["0", "1", "2"]
+    assert len(set(more_ranks.values())) == 1
 
 
 def _run_the_page_of_fsdp2(_):

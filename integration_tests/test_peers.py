@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peer_cases import CASES, COLLECTIVES, DIFFERENCES, RANKS, TRAINED, VICTIM
+from soak.trouble import raise_here
 from trainings import Places
 
 from ddp_optim_overlap import CommunicationError
@@ -30,17 +31,9 @@ TIMEOUT_SECONDS, GRACE_SECONDS = 3.0, 5.0
 """The timeout of the groups, and how much later an error may come: docs/reliability.md."""
 
 
-class UserError(Exception):
-    """The error of user code."""
-
-
-def _raise():
-    raise UserError("user code failed")
-
-
 LATE = [name for name in TRAINED if TRAINED[name].text_at_first and "FSDP2" not in name]
 """The cases in which the victim comes to the step when the others have given up."""
-FAULTS = {"exits": lambda: os._exit(3), "hangs": stop_process, "raises": _raise}
+FAULTS = {"exits": lambda: os._exit(3), "hangs": stop_process, "raises": raise_here}
 
 
 class Seen(NamedTuple):

@@ -23,8 +23,7 @@ IMPORTS = {package.replace("-", "_"): package for package in PROJECTS}
 
 
 def public_modules(package: str) -> list[str]:
-    modules: list[str] = PROJECTS[package]["tool"]["torch-dist-extras"]["public-modules"]
-    return modules
+    return PROJECTS[package]["tool"]["torch-dist-extras"]["public-modules"]
 
 
 def promised(module: str) -> set[str]:

@@ -21,8 +21,7 @@ def _begin(mesh, hook, overlap=None):
     )
     net = parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     dp = mesh["dp"]
-    options = {"net": net, "process_group": None, "device_mesh": dp}
-    return with_hook(dp.get_group(), ALL[hook], overlap, **options)
+    return with_hook(dp.get_group(), ALL[hook], overlap, net=net, process_group=None, device_mesh=dp)
 
 
 def _resumed(mesh):

@@ -51,8 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def too_many_late(outcomes: Sequence[dict[str, Any]]) -> bool:
     """Return whether ranks raise late more often than by what Gloo misses."""
     late = sum(outcome["late"] > 0 for outcome in outcomes)
-    if late:
-        print(f"{late} of {len(outcomes)} late")
+    print(f"{late} of {len(outcomes)} late")
     return late > MOST_LATE * len(outcomes)
 
 

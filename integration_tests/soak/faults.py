@@ -47,7 +47,6 @@ class Fault:
 
 _SHORT, _LONG = (0.1, 0.5), (1.1, 1.3)
 _CLOCK: dict[str, Any] = {"ends": False, "place": "backward", "why_not": wall_clock.why_not}
-_LINK: dict[str, Any] = {"on_hosts": True}
 _GONE: dict[str, Any] = {"ends": True, "gone": True}
 FAULTS = {
     fault.name: fault
@@ -55,9 +54,9 @@ FAULTS = {
         Fault("kill -9", trouble.kill, dies=True, **_GONE),
         Fault("stopped for longer than the timeout", trouble.stop, ends=True, lasts=_LONG),
         Fault("stopped for less than the timeout", trouble.stop, ends=False, lasts=_SHORT),
-        Fault("link cut", trouble.cut_link, ends=True, **_LINK),
-        Fault("link at 1 % of its rate", trouble.slow_link, ends=False, lasts=_SHORT, **_LINK),
-        Fault("packets lost", trouble.lose_packets, ends=False, lasts=_SHORT, **_LINK),
+        Fault("link cut", trouble.cut_link, ends=True, on_hosts=True),
+        Fault("link at 1 % of its rate", trouble.slow_link, ends=False, lasts=_SHORT, on_hosts=True),
+        Fault("packets lost", trouble.lose_packets, ends=False, lasts=_SHORT, on_hosts=True),
         Fault(
             "no more memory: an allocation fails",
             trouble.no_more_memory,

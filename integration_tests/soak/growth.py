@@ -28,12 +28,10 @@ class Line(NamedTuple):
     Args:
         growth: Growth from the first to the last value, along the line.
         error: Standard error of the growth.
-        mean: Mean of the values.
     """
 
     growth: float
     error: float
-    mean: float
 
 
 def fitted(values: Sequence[float]) -> Line:
@@ -49,7 +47,7 @@ def fitted(values: Sequence[float]) -> Line:
     rest = sum((value - first - slope * place) ** 2 for place, value in zip(places, blocks, strict=True))
     spread = sum((place - fmean(places)) ** 2 for place in places)
     error = math.sqrt(rest / max(1, len(blocks) - 2) / spread)
-    return Line(slope * places[-1], error * places[-1], fmean(blocks))
+    return Line(slope * places[-1], error * places[-1])
 
 
 def judged(ranks: list[list[dict[str, float]]], control: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 from dist_utils.testing import patience
 from soak import memory_limit, records
 from soak.faults import Job
-from soak.network import Network, emulated_hosts
+from soak.network import emulated_hosts
 from soak.rank import Place, be_rank, keep_store
 
 _LOOK_SECONDS = 0.004
-_START_SECONDS = 120.0
 _HUNG_SECONDS = 20.0
 """Far beyond every promised time: a rank that has not ended by then hangs."""
 
@@ -44,7 +43,7 @@ class Runner:
         network: Emulated hosts for link faults, or the reason why there are none.
     """
 
-    def __init__(self, network: Network | str) -> None:
+    def __init__(self, network: Any) -> None:
         self._network = network
         self._context: Any = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["dist_utils.testing.server", "soak.rank"])
@@ -81,7 +80,6 @@ class Runner:
             port = free.getsockname()[1]
         if not (job.fault and job.kind.on_hosts):
             return [Place(0, ("127.0.0.1", port), "lo")] * job.world_size
-        assert isinstance(self._network, Network)
         store = (emulated_hosts.address(0), port)
         hosts = self._network.hosts[: job.world_size]
         return [Place(emulated_hosts.holder(host), store, "eth0") for host in hosts]
@@ -125,16 +123,17 @@ class Watch:
             self.note,
         )
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the victim."""
-        self._signal(self.job.victim, number)
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to a rank."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._ranks[rank].pid, number)
 
     def let_pass(self) -> None:
         """Let the time pass that the fault lasts, or until all ranks have ended."""
         self._wait(self._all_ended, self.job.length)
 
     def _inject(self, step_seconds: float) -> None:
-        self._wait(lambda: self._begun() or self._all_ended(), _START_SECONDS)
+        self._wait(lambda: self._begun() or self._all_ended(), 120.0)
         if self._begun():
             time.sleep(self.job.moment * step_seconds)
             self._injected = time.monotonic()
@@ -159,13 +158,9 @@ class Watch:
                 return
             time.sleep(_LOOK_SECONDS)
 
-    def _signal(self, rank: int, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._ranks[rank].pid or 0, number)
-
     def _stack(self, rank: int) -> str:
-        self._signal(rank, signal.SIGCONT)
-        self._signal(rank, signal.SIGUSR1)
+        self.signal(rank, signal.SIGCONT)
+        self.signal(rank, signal.SIGUSR1)
         time.sleep(2.0)
         return (self._folder / f"stacks-{rank}").read_text()
 

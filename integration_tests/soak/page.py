@@ -1,7 +1,5 @@
 """The figures of docs/reliability.md, from the file that the soak run writes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -89,8 +89,7 @@ def be_rank(job: Job, rank: int, place: Place, folder: Path) -> None:
         finally:
             _leave(training, record)
             del training
-            after = resources()
-            record.note("left", before=before, after=after)
+            record.note("left", before=before, after=resources())
         os._exit(0)
 
 

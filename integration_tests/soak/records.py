@@ -52,7 +52,7 @@ def resources() -> dict[str, int]:
     open_files = list(Path("/proc/self/fd").iterdir())
     return {
         "descriptors": len(open_files) - 1,  # without the descriptor of this listing
-        "sockets": sum(map(_is_socket, open_files)),
+        "sockets": sum(path.is_socket() for path in open_files),
         "threads": threading.active_count(),
         "kernel_threads": len(list(Path("/proc/self/task").iterdir())),
         **_heap(),
@@ -77,10 +77,3 @@ def _heap() -> dict[str, int]:
     return {
         "heap": (sizes[4] + sizes[7]) // 1024
     }  # hblkhd and uordblks: in blocks of their own, and elsewhere
-
-
-def _is_socket(path: Path) -> bool:
-    try:
-        return str(path.readlink()).startswith("socket:")
-    except OSError:  # the descriptor of this listing
-        return False

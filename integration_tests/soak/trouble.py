@@ -9,12 +9,12 @@ class UserError(Exception):
     """The error of user code."""
 
 
-def raise_here(folder: Path, rank: int) -> None:
+def raise_here(*_: object) -> None:
     """Raise as user code does."""
     raise UserError("user code failed")
 
 
-def no_more_memory(folder: Path, rank: int) -> None:
+def no_more_memory(*_: object) -> None:
     """Let every further request for address space fail."""
     import resource  # noqa: PLC0415 - not on every system
 
@@ -31,14 +31,14 @@ def fill_disk(folder: Path, rank: int) -> None:
 
 def kill(watch: Any) -> None:
     """End the process."""
-    watch.signal(signal.SIGKILL)
+    watch.signal(watch.job.victim, signal.SIGKILL)
 
 
 def stop(watch: Any) -> None:
     """Stop the process for a while."""
-    watch.signal(signal.SIGSTOP)
+    watch.signal(watch.job.victim, signal.SIGSTOP)
     watch.let_pass()
-    watch.signal(signal.SIGCONT)
+    watch.signal(watch.job.victim, signal.SIGCONT)
 
 
 def cut_link(watch: Any) -> None:

@@ -36,6 +36,7 @@ from overlap_runs import (
 from ddp_compress_hooks import allreduce_hook
 from ddp_optim_overlap import (
     CommunicationError,
+    ConfigError,
     DoubleBackwardError,
     OptimizerHookState,
     OverlapError,
@@ -44,7 +45,7 @@ from ddp_optim_overlap import (
     overlap_optimizer,
 )
 from dist_utils.testing import call_in_backward, patience, run_ranks
-from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
+from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL, default_store
 
 GROUP_TIMEOUT = 40.0
 
@@ -399,6 +400,34 @@ def test_an_average_that_fails_late_on_one_rank_raises_on_every_rank():
     assert of_failed < 10
 
 
+def _refuses_and_lives_on(rank):
+    """Rank 1 finds what was changed too late, and stays: its peer need not wait for the timeout."""
+    ddp, optimizer, handle = start(sgd, find_unused_parameters=True)
+    train_on(ddp, optimizer, batches(2))
+    backward(ddp, batches(1)[0])
+    if rank == 1:
+        optimizer.param_groups[0]["lr"] = 0.2
+        with pytest.raises(ConfigError, match="lr of parameter group 0 was changed"):
+            optimizer.step()
+        default_store().wait(["the other one has raised"])
+        return []
+    optimizer.step()
+    optimizer.zero_grad()
+    before = snapshot(ddp)
+    with pytest.raises(RuntimeError):
+        backward(ddp, batches(1)[0])
+    with pytest.raises(CommunicationError):
+        handle.wait()
+    default_store().set("the other one has raised", "")
+    return changed(ddp, before)
+
+
+@needs_ends_of_groups
+def test_a_rank_that_refuses_late_and_lives_on_is_an_error_on_every_rank():
+    """Long before the group's timeout."""
+    assert_same(run_ranks(_refuses_and_lives_on, 2, timeout=60, group_timeout=600), [[], []])
+
+
 def _recover(rank, released, seconds):
     """One rank's step fails, perhaps late; both go on until each has seen an error, and begin anew.
 
@@ -461,6 +490,7 @@ def _recovers_at_another_time(rank, again):
         except RuntimeError as error:
             errors.append(str(error))
             handle.remove()
+            handle.remove()  # as at the end of a ``with`` block
             optimizer.victim = None
             if again:
                 handle = overlap_optimizer(ddp, optimizer, **options)

@@ -540,10 +540,10 @@ IN_BACKWARD = {
     "pre-hook": _of(lambda _, optimizer, __: _pre_hook(optimizer), ConfigError, "pre-hook"),
     "post-hook without step()": _of(_post_hook, ConfigError, "AdamW has a step post-hook"),
     "step() left out": _of(_left_out_step, ConfigError, "was not called"),
-    "added": _of(_added_foreign, ConfigError, "does not average"),
-    "unfrozen": _of(_unfrozen, ConfigError, "does not average", net=_frozen_layer),
-    "unfrozen before the first pass": _of(_unfreeze, ConfigError, "does not average", net=_frozen_layer),
-    "a gradient by hand": _of(_gradient_by_hand, ConfigError, "does not average", net=_frozen_layer),
+    "added": _of(_added_foreign, ConfigError, "model averages"),
+    "unfrozen": _of(_unfrozen, ConfigError, "model averages", net=_frozen_layer),
+    "unfrozen before the first pass": _of(_unfreeze, ConfigError, "model averages", net=_frozen_layer),
+    "a gradient by hand": _of(_gradient_by_hand, ConfigError, "model averages", net=_frozen_layer),
     "layout": _of(_columns_first, ConfigError, "layout"),
     "layout, view, released": _of(
         _columns_first,
@@ -578,8 +578,9 @@ def check_backward(before, kind, words, make, around, net, options, ddp_options)
         assert type(caught.value) is DoubleBackwardError, repr(caught.value)
     else:
         for call in (optimizer.step, handle.wait):
-            with pytest.raises(kind, match=words):
+            with pytest.raises(kind, match=words) as caught:
                 call()
+            assert caught.value.report.stepped == (), caught.value
     assert_same(snapshot(ddp), after)
 
 

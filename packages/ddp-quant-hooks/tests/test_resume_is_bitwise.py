@@ -67,7 +67,14 @@ def _resumes(_, names):
     return {name: differences_after_resume(state_maker(**CASES[name][0]), **CASES[name][1]) for name in names}
 
 
-@pytest.mark.parametrize(("world_size", "names"), [(2, ["8 bits", "4 bits"]), (3, list(CASES))])
+@pytest.mark.parametrize(
+    ("world_size", "names"),
+    [
+        (2, ["8 bits", "4 bits"]),
+        (3, ["exact 1d, 16 bits back", "types", "checkpoints, static graph", "used in turns"]),
+        pytest.param(3, list(CASES), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_resumed_run_is_the_uninterrupted_one(world_size, names):
     for found in run_ranks(_resumes, world_size, names, timeout=240):
         assert {name: difference for name, difference in found.items() if difference} == {}

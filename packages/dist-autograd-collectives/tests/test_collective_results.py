@@ -43,6 +43,7 @@ CALLS = {
     "all_gather_cat": lambda x: [dac.all_gather_cat(x)],
     "all_gather_stack": lambda x: [dac.all_gather_stack(x, 1)],
     "all_gather_cat_coalesced": lambda x: dac.all_gather_cat_coalesced([x, 2 * x]),
+    "all_gather_cat_coalesced, one": lambda x: dac.all_gather_cat_coalesced([x]),
     "gather": lambda x: dac.gather(x, 0),
     "reduce_scatter_dim": lambda x: [dac.reduce_scatter_dim(x)],
     "permute": lambda x: [dac.permute(x, SWAP)],
@@ -171,6 +172,23 @@ def test_a_tensor_parallel_layer_has_the_gradients_of_the_whole():
     for found in run_ranks(_tensor_parallel, 2):
         # Sums of 24 products of numbers up to 100, in a different order.
         assert {name: error for name, error in found.items() if not error < 1e-11} == {}
+
+
+def _sparse_cotangents(rank):
+    """An embedding of a gathered table has a sparse gradient on one rank."""
+    found = []
+    for gather in (dac.all_gather_cat, lambda table: dac.start(dac.all_gather_cat, table).wait()):
+        part = torch.full((2, 1), 1.0 + rank, requires_grad=True)
+        index = torch.tensor([0, 3, 3])
+        torch.nn.functional.embedding(index, gather(part), sparse=rank == 0).sum().backward()
+        found.append(part.grad.tolist())
+    return found
+
+
+def test_a_sparse_gradient_of_a_result_is_made_dense():
+    first, second = run_ranks(_sparse_cotangents, 2, group_timeout=20)
+    assert first == [[[2], [0]]] * 2
+    assert second == [[[0], [4]]] * 2
 
 
 def _own_messages(rank):

@@ -25,6 +25,11 @@ def _shapes(rank):
     return torch.ones((2, 3) if rank else (2, 1, 3))
 
 
+def _integers(rank):
+    """Means of both are made of sums in 64 bits."""
+    return torch.ones(4, dtype=torch.int64 if rank else torch.int32)
+
+
 def _results_used(rank, group):
     """Each rank uses a different one of two results."""
     first, second = dac.all_reduce(_leaf(3), group=group), dac.all_reduce(_leaf(3), group=group)
@@ -70,6 +75,7 @@ CROSSED = {
     "ones, coalesced": lambda r, g: dac.all_reduce_coalesced([_shapes(r)], group=g),
     "order of dimensions": lambda r, g: dac.broadcast(torch.ones((2, 3) if r else (3, 2)), 1, g),
     "dtypes": lambda r, g: dac.all_reduce(torch.ones(4, dtype=torch.int32 if r else None), group=g),
+    "dtypes of means": lambda r, g: dac.all_reduce(_integers(r), "avg", g),
     "operations": lambda r, g: dac.all_reduce(torch.ones(4), "min" if r else "max", g),
     "functions": lambda r, g: (dac.all_gather_cat if r else dac.all_gather)(torch.ones(4), group=g),
     "results used": _results_used,

@@ -71,6 +71,20 @@ def test_a_dropped_handle_never_waits_and_leaves_nothing_to_the_next_call():
     assert run_ranks(_dropped, 2, timeout=30, group_timeout=20) == [[[0, 0], [1, 1]]] * 2
 
 
+def _dropped_and_failed(rank, limit):
+    """What one rank alone has started fails, in a sum of torch's own that comes after it."""
+    group = dist.new_group(timeout=timedelta(seconds=limit))
+    if rank == 0:
+        dac.start(dac.all_gather_cat, torch.ones(2), group=group)
+    total = dac.all_reduce(torch.ones(50_000), group=group).unique().tolist()
+    dist.barrier()  # an exit before would be an error of the others
+    return total
+
+
+def test_an_error_of_a_dropped_handle_reaches_no_other_call():
+    assert run_ranks(_dropped_and_failed, 3, TIMEOUT, timeout=60) == [[3]] * 3
+
+
 def _dropped_sums(_):
     """Sums of torch's own, of which only a wait frees the memory; the growth in MiB of 100 of 1 MiB each."""
     x = torch.ones(1 << 18)

@@ -204,6 +204,51 @@ def test_each_collective_is_in_the_graph_once():
         }
 
 
+# Which of two tensors, or of two weights of a loss, each of three calls has on each rank.
+CHOICES = [(0, 0, 1), (0, 1, 1)]
+ALIKE = ["all_reduce", "all_reduce max", "broadcast", "all_gather", "gather", "all_to_all_dim"]
+
+
+def _alike(rank, names, backend):
+    """Calls that are equal on one rank: their tensors, and what flows back to them."""
+    wrong, weight = {}, torch.ones(3, dtype=torch.float64, requires_grad=True)
+    pair, leaves = (_input(rank, 4), _input(rank + 2, 4)), [_input(rank + k, 4) for k in range(3)]
+    for name in names:
+        call = COLLECTIVES[name]
+
+        def of_equal_tensors(*pair, call=call):
+            # The graph has a gradient: otherwise AOTAutograd merges nothing.
+            return torch.stack([call(pair[one]).sum() for one in CHOICES[rank]]) * weight
+
+        def of_equal_cotangents(*leaves, call=call):
+            chosen = zip(CHOICES[rank], leaves, strict=True)
+            return sum((1.0 + one) * call(leaf * (k + 1)).sum() for k, (one, leaf) in enumerate(chosen))
+
+        def gradients(function, leaves=leaves):
+            inputs = [leaf.clone().requires_grad_() for leaf in leaves]
+            return torch.stack(torch.autograd.grad(function(*inputs), inputs))
+
+        values = of_equal_tensors(*pair)
+        errors = {
+            "tensors": _largest_error(lambda f: f(*pair), _compiled(of_equal_tensors, backend), values),
+            "cotangents": _largest_error(
+                gradients, _compiled(of_equal_cotangents, backend), gradients(of_equal_cotangents)
+            ),
+        }
+        wrong |= {(name, what): error for what, error in errors.items() if not error < 1e-12}
+    return wrong
+
+
+def test_calls_that_are_equal_on_one_rank_only_are_not_merged():
+    assert run_ranks(_alike, 2, ALIKE, "aot_eager", timeout=180, group_timeout=60) == [{}, {}]
+
+
+@pytest.mark.exhaustive  # a minute of C++ compilers
+def test_inductor_merges_no_calls_that_are_equal_on_one_rank_only():
+    """It removes what changes nothing, slices of the whole for example, before AOTAutograd merges."""
+    assert run_ranks(_alike, 2, ALIKE[:1], "inductor", timeout=400, group_timeout=200) == [{}, {}]
+
+
 def _several_shapes(rank):
     found = {}
     for name in ("reduce", "broadcast", "all_reduce max", "permute, one way", "all_gather", "gather"):

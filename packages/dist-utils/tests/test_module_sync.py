@@ -44,6 +44,7 @@ class Everything(torch.nn.Module):
             "complex": torch.complex(draw(3), draw(3)),
             "conjugate": torch.complex(draw(3), draw(3)).conj(),
             "negative": torch.complex(draw(3), draw(3)).conj().imag,
+            "negative on one rank": draw(6)[::2] if seed else torch.complex(draw(3), draw(3)).conj().imag,
             "ids": torch.randint(100, (7,), generator=random),
             "bf16": draw(3).bfloat16(),
             "float8": draw(9).to(torch.float8_e4m3fn),

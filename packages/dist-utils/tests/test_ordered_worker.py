@@ -293,7 +293,6 @@ def _one_rank_fails(rank):
     if GROUPS_END_WITHOUT_GIL:
         _wait_until(lambda: groups[0]() is None)  # without another collective, and with the worker alive
     worker.wait()
-    assert worker.error is worker.error
     _wait_for_all(store_key="failed")
     return found, ran, type(worker.error).__name__
 

@@ -7,18 +7,16 @@ work on pieces, of which one is on the wire while the next is cast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ddp_compress_hooks.state import Clamp, CompressState
 from dist_utils import start_messages
 from dist_utils.comm_hooks import clamp_mean, joined_future
 from dist_utils.process_groups import Arrival, future_of_work
-
-Clamp: TypeAlias = Callable[[torch.Tensor, float], torch.Tensor]
-"""Brings finite values into ``[-limit, limit]``."""
 
 _RING_PIECE_BYTES_PER_RANK = 2 << 20
 """Wire bytes of a piece, times the number of ranks: every piece costs a round of messages over the ring, and
@@ -29,6 +27,35 @@ share."""
 _EXCHANGE_PIECE_BYTES = 5 << 20
 """Wire bytes of a piece of an exchange: four pieces of a 25 MiB bucket. Three to five were equal within the
 noise on 1 Gbit/s links; five were slower on loopback."""
+
+
+def start_mean(
+    state: CompressState, buffer: torch.Tensor, wire_dtype: torch.dtype | None, *, name: str, tag: int = 0
+) -> torch.futures.Future[torch.Tensor]:
+    """Start to average a flat dense buffer in place; the future's value is ``buffer``.
+
+    Args:
+        state: The group, and how to sum.
+        buffer: Real or complex.
+        wire_dtype: The dtype that is sent; ``None``: the buffer's own.
+        name: What a profiler calls the job, if there is one.
+        tag: As for :func:`exchange_mean`.
+    """
+    values = flat_real(buffer)
+    wire_dtype = wire_dtype or values.dtype
+    if not state.sums_in_fp32(wire_dtype):
+        return all_reduce_mean(state.process_group, buffer, values, wire_dtype, state.clamp)
+
+    def job(private_group: dist.ProcessGroup) -> torch.Tensor:
+        exchange_mean(private_group, values, wire_dtype, state.clamp, tag=tag)
+        return buffer
+
+    return state.worker.submit(job, device=buffer.device, name=name)
+
+
+def flat_real(buffer: torch.Tensor) -> torch.Tensor:
+    """Return a flat view of a buffer's values; a complex one has two for each element."""
+    return (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
 
 
 def all_reduce_mean(
@@ -94,68 +121,48 @@ def exchange_mean(
         clamp: Clamps shares and sums, if any.
         tag: Even; tells the messages of one kind of call from those of another.
     """
-    pieces = _pieces(values, wire_dtype, _EXCHANGE_PIECE_BYTES)
     exchanges = [
-        _send_shares(group, piece, wire_dtype, clamp, tag + 2 * index) for index, piece in enumerate(pieces)
+        _exchange(group, piece, wire_dtype, clamp, tag + 2 * index)
+        for index, piece in enumerate(_pieces(values, wire_dtype, _EXCHANGE_PIECE_BYTES))
     ]
-    exchanges = [_send_sum(group, exchange, clamp) for exchange in exchanges]
-    for exchange in exchanges:
-        exchange.wait()
-        if exchange.payload is not exchange.values:
-            exchange.values.copy_(clamp_mean(exchange.payload, exchange.values.dtype))
+    while exchanges:  # one step of every piece: the first waits while the next are on the wire
+        exchanges = [exchange for exchange in exchanges if next(exchange, "over") is None]
 
 
-class _Exchange(NamedTuple):
-    """The exchange of one piece, while its messages are under way."""
-
-    values: torch.Tensor
-    payload: torch.Tensor
-    received: list[torch.Tensor]
-    arrivals: Sequence[Arrival]
-    tag: int
-
-    def wait(self) -> None:
-        """Return when all messages have arrived."""
-        for arrival in self.arrivals:
-            arrival.wait()
-
-
-def _send_shares(
+def _exchange(
     group: dist.ProcessGroup, values: torch.Tensor, wire_dtype: torch.dtype, clamp: Clamp | None, tag: int
-) -> _Exchange:
-    """Send every peer this rank's share of the shard that the peer sums."""
+) -> Iterator[None]:
+    """Average one piece; pause whenever its messages are under way."""
     payload = encode(values, group.size(), wire_dtype, clamp, in_fp32=True)
-    shards, peers = payload.tensor_split(group.size()), _peers(group)
-    received = [torch.empty_like(shards[group.rank()]) for _ in peers]
-    arrivals = start_messages(
-        group,
-        receives=zip(peers, received, strict=True),
-        sends=[(peer, shards[peer]) for peer in peers],
-        tag=tag,
-    )
-    return _Exchange(values, payload, received, arrivals, tag)
-
-
-def _send_sum(group: dist.ProcessGroup, exchange: _Exchange, clamp: Clamp | None) -> _Exchange:
-    """Sum this rank's shard, round once, and send the result to every peer."""
-    exchange.wait()
-    shards, peers = exchange.payload.tensor_split(group.size()), _peers(group)
+    shards = payload.tensor_split(group.size())
     own = shards[group.rank()]
+    peers = [(group.rank() + step) % group.size() for step in range(1, group.size())]
+    shares = [(peer, torch.empty_like(own)) for peer in peers]  # of this rank's shard
+    to_peers = [(peer, shards[peer]) for peer in peers]
+    arrivals = start_messages(group, receives=shares, sends=to_peers, tag=tag)
+    yield
+    _wait(arrivals)
+    _add(own, [share for _, share in shares], clamp)
+    del shares  # their memory serves other pieces while the sums are under way
+    sums = [(peer, own) for peer in peers]
+    arrivals = start_messages(group, receives=to_peers, sends=sums, tag=tag + 1)
+    yield
+    _wait(arrivals)
+    if payload is not values:
+        values.copy_(clamp_mean(payload, values.dtype))
+
+
+def _add(own: torch.Tensor, shares: Sequence[torch.Tensor], clamp: Clamp | None) -> None:
+    """Add the shares of other ranks to this one's in fp32, and round once."""
     total = own.float()
-    for share in exchange.received:
+    for share in shares:
         total += share
     own.copy_(total if clamp is None else clamp(total, torch.finfo(own.dtype).max))
-    arrivals = start_messages(
-        group,
-        receives=[(peer, shards[peer]) for peer in peers],
-        sends=[(peer, own) for peer in peers],
-        tag=exchange.tag + 1,
-    )
-    return exchange._replace(received=[], arrivals=arrivals)
 
 
-def _peers(group: dist.ProcessGroup) -> list[int]:
-    return [(group.rank() + step) % group.size() for step in range(1, group.size())]
+def _wait(arrivals: Sequence[Arrival]) -> None:
+    for arrival in arrivals:
+        arrival.wait()
 
 
 def encode(

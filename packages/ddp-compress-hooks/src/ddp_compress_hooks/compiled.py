@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from ddp_compress_hooks.averaging import Clamp, encode
-from ddp_compress_hooks.state import CompressState
+from ddp_compress_hooks.averaging import encode
+from ddp_compress_hooks.state import Clamp, CompressState
 from dist_utils.comm_hooks import clamp_mean
 from dist_utils.torch_compat import traceable_collective
 

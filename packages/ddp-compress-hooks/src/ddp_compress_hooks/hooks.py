@@ -3,10 +3,9 @@
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.
 import torch
-import torch.distributed as dist
 
 from ddp_compress_hooks import compiled
-from ddp_compress_hooks.averaging import all_reduce_mean, exchange_mean, sparse_mean
+from ddp_compress_hooks.averaging import sparse_mean, start_mean
 from ddp_compress_hooks.state import CompressState, GroupOrState, as_state
 from dist_utils.comm_hooks import (
     buckets_only,
@@ -189,14 +188,5 @@ def _average(
             return failed_future(error, buffer)
         if buffer.is_sparse:
             return sparse_mean(group, buffer)
-        values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
-        wire_dtype = wire_dtype or values.dtype
-        if not state.sums_in_fp32(wire_dtype):
-            return all_reduce_mean(group, buffer, values, wire_dtype, state.clamp)
-
-        def job(private_group: dist.ProcessGroup) -> torch.Tensor:
-            exchange_mean(private_group, values, wire_dtype, state.clamp)
-            return buffer
-
         job_name = f"{name}:average_bucket_{bucket.index()}"
-        return state.worker.submit(job, device=buffer.device, name=job_name)
+        return start_mean(state, buffer, wire_dtype, name=job_name)

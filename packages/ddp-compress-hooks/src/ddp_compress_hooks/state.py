@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_compress_hooks.averaging import Clamp
 from dist_utils import GroupLike
 from dist_utils.comm_hooks import HookState
 
 Accumulate: TypeAlias = Literal["wire", "fp32"]
+
+Clamp: TypeAlias = Callable[[torch.Tensor, float], torch.Tensor]
+"""Brings finite values into ``[-limit, limit]``."""
 
 WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

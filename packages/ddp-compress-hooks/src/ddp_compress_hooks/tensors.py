@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 
-from ddp_compress_hooks.averaging import all_reduce_mean, exchange_mean
+from ddp_compress_hooks.averaging import flat_real, start_mean
 from ddp_compress_hooks.state import CompressState, GroupOrState, as_state
 from dist_utils.comm_hooks import (
     checked_operation,
@@ -147,12 +147,20 @@ def _packs(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 def _start(state: CompressState, pack: list[torch.Tensor], *, mean: bool) -> _Future:
     """Start to sum or average the tensors of a pack together."""
-    group, world_size = state.process_group, state.process_group.size()
     buffer = _join(pack)
-    values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
+    values, factor = flat_real(buffer), 1 if mean else state.process_group.size()
     wire_dtype = state.wire_dtype or values.dtype
+    if mean or wire_dtype != values.dtype or state.sums_in_fp32(wire_dtype):
+        tag = _MEAN_TAG if mean else _SUM_TAG
+        arrival = start_mean(state, buffer, wire_dtype, name=f"{_NAME}:exchange", tag=tag)
+    else:
+        factor = 1
+        work: Any = dist.all_reduce(values, group=state.process_group, async_op=True)
+        arrival = future_of_work(work, state.process_group, values.device)
+        torch.autograd.graph.increment_version(values)  # the backend does not tell autograd
 
-    def finish(factor: int) -> torch.Tensor:
+    def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
+        done.value()  # raises the collective's error
         if factor != 1:
             values.mul_(factor)
         if len(pack) > 1 or buffer.data_ptr() != pack[0].data_ptr():
@@ -161,28 +169,7 @@ def _start(state: CompressState, pack: list[torch.Tensor], *, mean: bool) -> _Fu
                 tensor.copy_(part.view(tensor.shape))
         return buffer
 
-    factor = 1 if mean else world_size
-    if state.sums_in_fp32(wire_dtype):
-
-        def job(private_group: dist.ProcessGroup) -> torch.Tensor:
-            tag = _MEAN_TAG if mean else _SUM_TAG
-            exchange_mean(private_group, values, wire_dtype, state.clamp, tag=tag)
-            return finish(factor)
-
-        return state.worker.submit(job, device=buffer.device, name=f"{_NAME}:exchange")
-    if mean or wire_dtype != values.dtype:
-        arrival: _Future = all_reduce_mean(group, buffer, values, wire_dtype, state.clamp)
-    else:
-        factor = 1
-        work: Any = dist.all_reduce(values, group=group, async_op=True)
-        arrival = future_of_work(work, group, values.device)
-        torch.autograd.graph.increment_version(values)  # the backend does not tell autograd
-
-    def finish_when_there(done: torch.futures.Future[Any]) -> torch.Tensor:
-        done.value()  # raises the collective's error
-        return finish(factor)
-
-    return arrival.then(finish_when_there)
+    return arrival.then(finish)
 
 
 def _join(pack: list[torch.Tensor]) -> torch.Tensor:

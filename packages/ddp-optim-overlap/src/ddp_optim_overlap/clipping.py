@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["ByValue", "ClipPolicy", "PerBucketNorm", "PreviousStepNorm"]
-
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 

@@ -11,24 +11,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_optim_overlap.loop.gradient_watch import GradientWatch, gradient_marks
+from ddp_optim_overlap.loop.optimizers import OverlappedOptimizers
 from ddp_optim_overlap.model import require_separate_memory
 from ddp_optim_overlap.optimizers.reviewed import require_plain_step, require_step_per_parameter
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
 from ddp_optim_overlap.passes.engine import Engine
-from ddp_optim_overlap.passes.optimizers import OverlappedOptimizers
-from ddp_optim_overlap.passes.stepping import Stepper
+from ddp_optim_overlap.passes.gradient_watch import GradientWatch, gradient_marks
+from ddp_optim_overlap.passes.stepper import Stepper
 from dist_utils import resolve_group
-from dist_utils.comm_hooks import CommHook, is_pair
+from dist_utils.comm_hooks import CommHook
 from dist_utils.torch_compat import GradBucket
-
-__all__ = [
-    "EngineAtFirstBucket",
-    "FunctionalOptimizer",
-    "OptimizerHookState",
-    "hook_then_optimizer",
-    "register_fused_optim",
-]
 
 
 class FunctionalOptimizer(Protocol):
@@ -128,10 +120,7 @@ class EngineAtFirstBucket:
 
     def take(self, hook_state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Act as the communication hook for one bucket."""
-        engine = self.start(hook_state)
-        if not is_pair(bucket):
-            engine.gradients.watch(bucket.parameters())
-        return engine.take(bucket)
+        return self.start(hook_state).take(bucket)
 
 
 def _group_of(hook_state: Any) -> dist.ProcessGroup:

@@ -4,19 +4,6 @@ from __future__ import annotations
 
 from ddp_optim_overlap.report import StepReport
 
-__all__ = [
-    "CommunicationError",
-    "ConfigError",
-    "DoubleBackwardError",
-    "OverlapError",
-    "StepError",
-    "UnsupportedGradientError",
-    "UnsupportedOptimizerError",
-    "WeightReuseError",
-    "not_averaged",
-    "text_of",
-]
-
 
 class OverlapError(RuntimeError):
     """Base class of all errors of this package.
@@ -26,10 +13,16 @@ class OverlapError(RuntimeError):
     """
 
     def __init__(self, message: str, report: StepReport | None = None) -> None:
-        if report is not None:
-            message = f"{message} ({report.progress()})"
-        super().__init__(message)
+        super().__init__(message if report is None else f"{message} ({report.progress()})")
         self.report = report
+
+    def with_report(self, report: StepReport) -> OverlapError:
+        """Return this error with a report, unless it has one."""
+        if self.report is not None:
+            return self
+        complete = type(self)(str(self), report)
+        complete.__cause__ = self.__cause__
+        return complete
 
 
 class ConfigError(OverlapError):
@@ -60,16 +53,6 @@ class WeightReuseError(OverlapError):
     """The backward pass reads a parameter that it has already stepped."""
 
 
-def not_averaged(bucket: int, error: Exception, report: StepReport) -> CommunicationError:
-    """Return the error of a bucket whose average failed."""
-    found = CommunicationError(f"bucket {bucket} was not averaged: {text_of(error)}", report)
-    found.__cause__ = error
-    return found
-
-
 def text_of(error: BaseException) -> str:
     """Return an error's class and message."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - a class may fail to format its message
-        return type(error).__name__
+    return f"{type(error).__name__}: {error}"

@@ -2,6 +2,7 @@
 
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.
+import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,17 +14,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.drop_ins import EngineAtFirstBucket
-from ddp_optim_overlap.errors import ConfigError
-from ddp_optim_overlap.loop.gradient_watch import GradientWatch
-from ddp_optim_overlap.model import comm_hooks, register_comm_hook
+from ddp_optim_overlap.model import another_hook, comm_hooks, register_comm_hook
 from ddp_optim_overlap.optimizers.reviewed import require_plain_step
 from ddp_optim_overlap.passes.averaging import average_like_ddp
 from ddp_optim_overlap.passes.engine import Engine
-from ddp_optim_overlap.passes.stepping import Stepper
+from ddp_optim_overlap.passes.gradient_watch import GradientWatch
+from ddp_optim_overlap.passes.stepper import Stepper
 from dist_utils.comm_hooks import CommHook
 from dist_utils.torch_compat import GradBucket
-
-__all__ = ["apply_optim_in_backward_hook", "apply_optimizer_in_backward", "get_in_backward_optimizers"]
 
 _OURS = "_ddp_optim_overlap"
 """The attribute of a parameter that holds its :class:`_InBackward`."""
@@ -46,12 +44,6 @@ class _InBackward:
             for optimizer in self.optimizers:
                 optimizer.step()
             parameter.grad = None
-
-
-_alive: weakref.WeakSet[_InBackward] = weakref.WeakSet()
-_watching: list[Any] = []
-_hooks: weakref.WeakKeyDictionary[CommHook, EngineAtFirstBucket] = weakref.WeakKeyDictionary()
-"""The hooks that :func:`apply_optim_in_backward_hook` has returned."""
 
 
 def apply_optimizer_in_backward(
@@ -78,8 +70,8 @@ def apply_optimizer_in_backward(
 
     Cost:
         One optimizer object per parameter; see the README for the time of their steps. Prefer
-        :func:`overlap_optimizer`, which has one in all. While such a parameter exists, every module call in
-        this process takes about a microsecond longer, and every call of a DDP model checks its parameters.
+        :func:`overlap_optimizer`, which has one in all. From then on every module call in this process takes
+        about a microsecond longer, and every call of a DDP model checks its parameters.
 
     Source:
         ``torch.distributed.optim._apply_optimizer_in_backward``.
@@ -98,13 +90,11 @@ def apply_optimizer_in_backward(
         if ours is None:
             ours = _InBackward()
             setattr(parameter, _OURS, ours)
-            _alive.add(ours)
         if register_hook and not ours.registered:
             parameter.register_post_accumulate_grad_hook(ours.step)  # type: ignore[no-untyped-call]
             ours.registered = True
         ours.optimizers.append(optimizer)
-    if _alive and not _watching:
-        _watching.append(register_module_forward_pre_hook(_claim))
+    _watch_forward_passes()
 
 
 def get_in_backward_optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
@@ -158,7 +148,7 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
     ) -> torch.futures.Future[torch.Tensor]:
         return lazy.take(hook_state, bucket)
 
-    _hooks[optimizers_in_backward_hook] = lazy
+    optimizers_in_backward_hook.lazy = lazy  # type: ignore[attr-defined]
     return optimizers_in_backward_hook
 
 
@@ -187,11 +177,13 @@ def _optimizers_of(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:
     return [] if ours is None else ours.optimizers
 
 
+@functools.cache
+def _watch_forward_passes() -> None:
+    register_module_forward_pre_hook(_claim)
+
+
 def _claim(module: nn.Module, _: Any) -> None:
     """Before any module's forward pass: make sure that a DDP model averages before it steps."""
-    if not _alive:
-        while _watching:
-            _watching.pop().remove()
     if not isinstance(module, DistributedDataParallel):
         return
     found = [
@@ -203,20 +195,11 @@ def _claim(module: nn.Module, _: Any) -> None:
         return
     if not comm_hooks(module):
         hook = apply_optim_in_backward_hook(module.gradient_as_bucket_view)
-        try:
-            register_comm_hook(module, weakref.ref(module), hook)
-        except RuntimeError as error:
-            raise ConfigError(
-                "parameters of this model have optimizers in backward, and the model one of DDP's built-in "
-                "communication hooks: use overlap_optimizer(..., comm_hook=) for both"
-            ) from error
+        register_comm_hook(module, weakref.ref(module), hook)
     for hook, state in comm_hooks(module):
-        lazy = next((lazy for own, lazy in _hooks.items() if own is hook), None)
+        lazy: EngineAtFirstBucket | None = getattr(hook, "lazy", None)
         if lazy is None:
-            raise ConfigError(
-                "parameters of this model have optimizers in backward, and the model another communication "
-                "hook: use overlap_optimizer(..., comm_hook=) for both"
-            )
+            raise another_hook(hook)
         lazy.start(state, module)
     for ours in found:
         ours.averaged_by.add(module)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,21 +17,6 @@ from ddp_optim_overlap.errors import ConfigError
 from dist_utils import resolve_group
 from dist_utils.process_groups import group_of_model
 from dist_utils.torch_compat import GradBucket, private
-
-__all__ = [
-    "averaged_parameters",
-    "comm_hooks",
-    "inner_ddp",
-    "inner_optimizer",
-    "may_leave_out",
-    "register_comm_hook",
-    "replicated_ddp",
-    "require_ddp_options",
-    "require_group",
-    "require_own_parameters",
-    "require_separate_memory",
-    "sparse_parameters",
-]
 
 _FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 _HOOKS_WHOSE_NONE_IS_WORLD = ("ddp_compress_hooks.", "ddp_quant_hooks.", "torch.distributed.algorithms.")
@@ -160,22 +144,6 @@ def averaged_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]
     }
 
 
-def require_own_parameters(
-    ddp: DistributedDataParallel, optimizers: tuple[torch.optim.Optimizer, ...]
-) -> None:
-    """Raise if an optimizer has parameters that this model does not average."""
-    averaged = averaged_parameters(ddp)
-    for optimizer in optimizers:
-        for number, group in enumerate(optimizer.param_groups):
-            for place, parameter in enumerate(group["params"]):
-                if parameter.requires_grad and parameter not in averaged:
-                    raise ConfigError(
-                        f"parameter {place} of group {number} of {type(optimizer).__name__}, of shape "
-                        f"{tuple(parameter.shape)}, is not one that this DDP model averages: it would never "
-                        "be stepped. Give it an optimizer of its own, which the loop steps"
-                    )
-
-
 def sparse_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters with sparse gradients by name, found as DDP itself finds them."""
     return {
@@ -186,67 +154,52 @@ def sparse_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def require_separate_memory(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise if two parameters of the optimizers share values: buckets change the order of their steps.
+    """Raise if two parameters of the optimizers may share values: buckets change the order of their steps.
 
     Raises:
-        ConfigError: Two parameters share values.
-
-    Cost:
-        For parameters whose memory ranges overlap, even if no values do, one byte per value in the ranges.
+        ConfigError: The ranges that two parameters take in memory overlap.
     """
     owned = {parameter for one in optimizers for group in one.param_groups for parameter in group["params"]}
-    in_storage: dict[int, list[torch.Tensor]] = defaultdict(list)
-    for parameter in owned:
-        if parameter.layout is torch.strided and parameter.numel() and not parameter.is_meta:
-            in_storage[parameter.untyped_storage().data_ptr()].append(parameter)
-    for together in in_storage.values():
-        together.sort(key=torch.Tensor.data_ptr)
-        for place, one in enumerate(together):
-            for other in itertools.islice(together, place + 1, None):
-                if other.data_ptr() >= one.data_ptr() + _extent(one) * one.element_size():
-                    break
-                if _share_values(one, other):
-                    raise ConfigError(
-                        f"two parameters, of shapes {tuple(one.shape)} and {tuple(other.shape)}, share "
-                        "memory: each has a gradient of its own, and by buckets their steps would come in "
-                        "another order. Let both places have one Parameter, or use the ordinary loop"
-                    )
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Return the number of elements in memory from a tensor's first to its last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _share_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have an element in common; ``one`` must begin first in memory."""
-    if one.dtype != other.dtype:
-        return True
-    apart = other.storage_offset() - one.storage_offset()
-    taken = torch.zeros(max(_extent(one), apart + _extent(other)), dtype=torch.bool, device="cpu")
-    taken.as_strided(one.shape, one.stride()).fill_(True)
-    return bool(taken.as_strided(other.shape, other.stride(), apart).any())
+    in_memory = [one for one in owned if one.layout is torch.strided and one.numel() and not one.is_meta]
+    in_memory.sort(key=torch.Tensor.data_ptr)
+    for one, following in itertools.pairwise(in_memory):
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))
+        if one.device == following.device and following.data_ptr() < one.data_ptr() + elements * one.itemsize:
+            raise ConfigError(
+                f"two parameters, of shapes {tuple(one.shape)} and {tuple(following.shape)}, share memory: "
+                "each has a gradient of its own, and by buckets their steps would come in another order. Let "
+                "both places have one Parameter, or use the ordinary loop"
+            )
 
 
 def register_comm_hook(
     ddp: DistributedDataParallel, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[Any]]
 ) -> None:
-    """Register a communication hook, and change nothing in a model that accepts no more hooks.
+    """Register the communication hook of a model that has none in Python, or change nothing.
 
     A model accepts none after ``_register_builtin_comm_hook``, which leaves no trace in Python:
     ``ddp.register_comm_hook`` then raises RuntimeError, but keeps the hook in its list. No public name for
     that up to torch 2.15.
 
     Raises:
-        RuntimeError: The model already has a hook.
+        ConfigError: The model has a built-in hook.
     """
     hooks = _own_hooks(ddp)
     before = list(hooks)
     try:
         ddp.register_comm_hook(state, hook)
-    except BaseException:
+    except RuntimeError as error:
         hooks[:] = before
-        raise
+        raise another_hook() from error
+
+
+def another_hook(hook: object = None) -> ConfigError:
+    """Return the error for a model that has a communication hook already: this one, or a built-in one."""
+    name = "a built-in one" if hook is None else getattr(hook, "__qualname__", type(hook).__name__)
+    return ConfigError(
+        f"this model already has a communication hook, {name}: give it, or its counterpart, to "
+        "overlap_optimizer as comm_hook= instead, since DDP takes only one"
+    )
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:

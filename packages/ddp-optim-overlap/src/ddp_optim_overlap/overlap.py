@@ -11,42 +11,35 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_optim_overlap.bucket_memory import memory_of
 from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.errors import ConfigError
+from ddp_optim_overlap.loop.optimizers import OverlappedOptimizers
 from ddp_optim_overlap.loop.step_calls import StepCalls
 from ddp_optim_overlap.model import (
+    another_hook,
     averaged_parameters,
     comm_hooks,
     inner_ddp,
     inner_optimizer,
-    may_leave_out,
     register_comm_hook,
     require_ddp_options,
     require_group,
-    require_own_parameters,
     require_separate_memory,
     sparse_parameters,
 )
 from ddp_optim_overlap.optimizers.partial_steps import parameters_of
-from ddp_optim_overlap.optimizers.reviewed import (
-    require_plain_step,
-    require_sparse_support,
-    require_step_per_parameter,
-)
+from ddp_optim_overlap.optimizers.reviewed import require_plain_step, require_step_per_parameter
+from ddp_optim_overlap.optimizers.trial import require_sparse_support
 from ddp_optim_overlap.passes.averaging import average_like_ddp
 from ddp_optim_overlap.passes.engine import Engine
-from ddp_optim_overlap.passes.optimizers import OverlappedOptimizers
-from ddp_optim_overlap.phase import Phase
-from ddp_optim_overlap.released_gradients import GradientRelease
+from ddp_optim_overlap.passes.phase import Phase
+from ddp_optim_overlap.passes.release import GradientRelease
 from ddp_optim_overlap.report import StepReport
 from dist_utils.comm_hooks import CommHook
 from dist_utils.torch_compat import GradBucket, inside_backward
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__all__ = ["OverlapHandle", "overlap_optimizer"]
 
 
 class OverlapHandle:
@@ -230,18 +223,16 @@ def overlap_optimizer(
         ...     ddp(batch).mean().backward()  # steps, bucket by bucket
         ...     optimizer.step()  # nothing left to do
     """
-    given = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+    given = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     if inside_backward():
         raise ConfigError(
             "overlap_optimizer() inside backward(), whose first gradients may be gone: call it before"
         )
-    _require_arguments(given, clip, unused)
     optimizers = tuple(map(inner_optimizer, given))
-    _require_arguments(optimizers, clip, unused)  # two wrappers may hold the same optimizer
+    _require_arguments(optimizers, clip, unused)
     ddp = inner_ddp(ddp)
     require_ddp_options(ddp)  # before the hook is looked at: mixed precision has one of its own
     slot = _own_slot(ddp)
-    require_own_parameters(ddp, optimizers)
     require_separate_memory(optimizers)
     if comm_hook is not None:
         require_group(ddp, comm_hook, comm_state)
@@ -256,6 +247,7 @@ def overlap_optimizer(
         raise ConfigError(f"gradients of {', '.join(sparse)} are sparse: they cannot be clipped")
 
     overlapped = OverlappedOptimizers(optimizers, clip=clip)
+    overlapped.require_averaged(averaged_parameters(ddp))
     engine = Engine(
         ddp.process_group,
         list(ddp.parameters()),
@@ -265,16 +257,18 @@ def overlap_optimizer(
         model=ddp,
         skips_unused=unused == "skip",
         check=check,
-        release=_release(ddp, overlapped) if release_gradients else None,
+        release=GradientRelease(ddp, overlapped.parts) if release_gradients else None,
         passes=0 if slot is None or slot.engine is None else slot.engine.passes,
     )
     overlapped.calls.attach(engine)
     if slot is None:
+        slot = _HookSlot(engine)
         try:
-            _register(ddp, engine)
+            register_comm_hook(ddp, slot, overlapped_step_hook)
         except BaseException:
             engine.remove(watching=overlapped.calls.remove())
             raise
+        ddp.register_forward_pre_hook(slot.before_forward)
     else:
         if slot.engine is not None:
             slot.engine.gradients.stop()
@@ -301,39 +295,11 @@ def _require_arguments(
         raise ValueError(f"unused must be 'skip' or 'step', got {unused!r}")
 
 
-def _release(ddp: DistributedDataParallel, overlapped: OverlappedOptimizers) -> GradientRelease:
-    parts, model = overlapped.parts, weakref.ref(ddp)
-    release = GradientRelease(
-        memory_of(list(ddp.parameters())),
-        ddp.process_group,
-        owned=lambda: parts.parameters,
-        may_leave_out=lambda: may_leave_out(model()),
-    )
-    release.require_possible(averaged_parameters(ddp), as_view=ddp.gradient_as_bucket_view)
-    return release
-
-
-def _register(ddp: DistributedDataParallel, engine: Engine) -> None:
-    slot = _HookSlot(engine)
-    try:
-        register_comm_hook(ddp, slot, overlapped_step_hook)
-    except RuntimeError as error:
-        raise ConfigError(
-            "this model already has a communication hook, one of DDP's built-in ones: give its counterpart "
-            "to overlap_optimizer as comm_hook= instead, since DDP takes only one"
-        ) from error
-    ddp.register_forward_pre_hook(slot.before_forward)
-
-
 def _own_slot(ddp: DistributedDataParallel) -> _HookSlot | None:
     """Return the slot that an earlier, removed overlap left in the model; raise if another hook is there."""
     for hook, state in comm_hooks(ddp):
         if not isinstance(state, _HookSlot):
-            name = getattr(hook, "__qualname__", type(hook).__name__)
-            raise ConfigError(
-                f"this model already has the communication hook {name}: give it to overlap_optimizer as "
-                "comm_hook= instead, since DDP takes only one"
-            )
+            raise another_hook(hook)
         if state.engine is None:
             continue
         if state.engine.state.phase is not Phase.REMOVED:

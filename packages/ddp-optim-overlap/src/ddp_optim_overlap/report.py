@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["StepReport"]
-
 
 @dataclass(frozen=True)
 class StepReport:
@@ -61,12 +59,12 @@ class StepReport:
             return f"step {self.number}: no parameter was stepped"
         parts = []
         if self.stepped:
-            parts.append(f"the parameters of bucket {_listed(self.stepped)} were stepped")
+            parts.append(f"the parameters of bucket {_list_of(self.stepped)} were stepped")
         if self.partial:
-            failed = _listed(self.partial)
+            failed = _list_of(self.partial)
             parts.append(f"parameters of bucket {failed} may be stepped in part, because its step failed")
         return f"step {self.number}: {'; '.join(parts)}; nothing else was stepped"
 
 
-def _listed(numbers: tuple[int, ...]) -> str:
+def _list_of(numbers: tuple[int, ...]) -> str:
     return ", ".join(map(str, numbers))

@@ -1,6 +1,7 @@
 """Averages of gradients in 8 or 4 bits: hooks of DistributedDataParallel, and collectives."""
 
-from ddp_quant_hooks.auto import AutoState, CandidateError, Choice, auto_hook
+from ddp_quant_hooks.auto.choice import Choice
+from ddp_quant_hooks.auto.state import AutoState, CandidateError, auto_hook
 from ddp_quant_hooks.hook import quantized_allreduce_hook
 from ddp_quant_hooks.states import HierarchicalAllreduceState, QuantizedAllreduceState
 from ddp_quant_hooks.statistics import Statistics

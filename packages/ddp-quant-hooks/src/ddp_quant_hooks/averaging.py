@@ -8,50 +8,26 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddp_quant_hooks.exchange import exchange
-from ddp_quant_hooks.exchange.exchange import Task
+from ddp_quant_hooks.exchange.exchange import NotFinite, Task
 from ddp_quant_hooks.exchange.placement import Placement
 from ddp_quant_hooks.exchange.plan import Formats, Plan, plan_average, plan_reduce_scatter
 from ddp_quant_hooks.exchange.scratch import Scratch
 from ddp_quant_hooks.exchange.values import Values
-from ddp_quant_hooks.feedback import BucketResiduals, Feedback, Key, Owner, Step
+from ddp_quant_hooks.feedback.step import Step
+from ddp_quant_hooks.feedback.store import Feedback, Key, Owner
 from ddp_quant_hooks.kernels import VALUE_DTYPES
 from ddp_quant_hooks.options import Options
 from ddp_quant_hooks.statistics import Counter, relative_error, sent_around_ring
 from dist_utils.process_groups import runs_on_host
 
-__all__ = ["Average", "Averager", "plan_digest"]
-
-NotFinite: TypeAlias = Callable[[torch.Tensor], None]
-
 _MOST_PLANS = 1 << 12
 """How many plans are kept: of calls whose tensors have another length in every step, not all of them."""
-
-
-@dataclass(frozen=True)
-class Average:
-    """How some values are averaged, the same way on every rank.
-
-    Attributes:
-        plan: Who sends which of them to whom.
-        residuals: Their residuals.
-        sampled: Whether the error is measured.
-        label: Identical on all ranks; tells calls apart.
-        not_finite: Called with flags that say whether a value of the mean is not finite; ``None`` if that is
-            not needed.
-    """
-
-    plan: Plan
-    residuals: BucketResiduals = field(default_factory=BucketResiduals)
-    sampled: bool = False
-    label: int = 0
-    not_finite: NotFinite | None = None
 
 
 class Averager:
@@ -68,21 +44,19 @@ class Averager:
 
     def __init__(self, options: Options, feedback: Feedback, counter: Counter) -> None:
         self._options, self._feedback, self._counter = options, feedback, counter
+        self._layouts = options.scatter_layout, options.gather_layout
         self.placement: Placement | None = None
-        self._plans: dict[tuple[object, ...], Plan] = {}
         self._scratches: dict[torch.device, list[Scratch]] = {}
         self._prepared = 0
 
     def require_fit(self) -> None:
         """Raise ``ValueError`` if the levels that were chosen do not fit the ranks and their hosts."""
         assert self.placement is not None
-        formats = Formats(self._options.scatter_layout, self._options.gather_layout, 4)
-        plan_average(self.placement, 0, 1, formats, levels=self._options.levels)
+        plan_average(self.placement, 0, 1, Formats(*self._layouts, 4), levels=self._options.levels)
 
     def start_over(self) -> None:
         """Free memory, forget where ranks are, and sample the next bucket: ranks may have been at others."""
         self.placement, self._prepared = None, 0
-        self._plans.clear()
         self._scratches.clear()
 
     def quantizes(self, dtype: torch.dtype, nbytes: int, ranks: int) -> bool:
@@ -103,7 +77,7 @@ class Averager:
         like: torch.Tensor,
         *,
         label: int = 0,
-    ) -> Average:
+    ) -> Task:
         """Decide how values are averaged in few bits. On the caller's thread, in the same order on all ranks.
 
         Args:
@@ -112,29 +86,45 @@ class Averager:
             owners: The parameters or keys that the values belong to, in their order.
             count: The number of values.
             like: A tensor of their dtype and on their device.
-            label: See :class:`Average`.
+            label: See :class:`ddp_quant_hooks.exchange.exchange.Task`.
         """
-        plan = self._planned("average", group, count, like)
+        plan = self._planned(plan_average, group, count, like, levels=self._options.levels)
         residuals = self._feedback.residuals(step, owners, plan.own, plan.means, like.device)
         not_finite = step.outcome.not_finite if self._feedback.wanted else None
         every = self._options.sample_every
         sampled = every > 0 and self._prepared % every == 0
         self._prepared += 1
-        return Average(plan, residuals, sampled, label, not_finite)
+        return Task(plan, residuals, not_finite, label, sampled)
 
     def prepare_reduce_scatter(
-        self, group: dist.ProcessGroup, step: Step, key: Key, like: torch.Tensor, *, label: int
-    ) -> Average:
-        """Do as :meth:`prepare`, for all ranks' shards, one after another, to which one key belongs."""
-        plan = self._planned("reduce_scatter", group, key.count // group.size(), like)
+        self,
+        group: dist.ProcessGroup,
+        step: Step,
+        key: Key,
+        like: torch.Tensor,
+        *,
+        not_finite: NotFinite | None,
+        label: int,
+    ) -> Task:
+        """Do as :meth:`prepare`, for all ranks' shards, one after another, to which one key belongs.
+
+        Args:
+            group: The process group whose ranks average.
+            step: The step that they belong to.
+            key: What they belong to.
+            like: A tensor of their dtype and on their device.
+            not_finite: Called with flags of this rank's shard only.
+            label: See :class:`ddp_quant_hooks.exchange.exchange.Task`.
+        """
+        plan = self._planned(plan_reduce_scatter, group, key.count // group.size(), like)
         residuals = self._feedback.residuals(step, [key], plan.own, plan.means, like.device)
-        return Average(plan, residuals, label=label)
+        return Task(plan, residuals, not_finite, label)
 
     def average(
         self,
         group: dist.ProcessGroup,
         values: Values,
-        how: Average,
+        task: Task,
         *,
         exact: Sequence[torch.Tensor] = (),
     ) -> None:
@@ -143,25 +133,24 @@ class Averager:
         Args:
             group: The process group whose ranks average.
             values: All values.
-            how: As all ranks have decided.
+            task: As all ranks have decided.
             exact: More tensors of the bucket, which are averaged without compression.
         """
-        sent, outside = how.plan.bytes_sent, how.plan.bytes_between_hosts
+        sent, outside = task.plan.bytes_sent, task.plan.bytes_between_hosts
         reference = apart = error = None
-        if how.sampled:
+        if task.sampled:
             reference = values.to(torch.float32).div_(group.size())
             dist.all_reduce(reference, group=group)
         if exact:
             apart = _set_apart(exact, group.size())
             dist.all_reduce(apart, group=group)
-            if how.not_finite is not None:
-                how.not_finite(~apart.isfinite().all())
+            if task.not_finite is not None:
+                task.not_finite(~apart.isfinite().all())
         for beside in (reference, apart):
             if beside is not None:
                 more = self.bytes_of_ring(group, beside.nbytes)
                 sent, outside = sent + more[0], outside + more[1]
-        task = Task(group, how.plan, how.residuals, how.not_finite, how.label)
-        exchange.average(task, values, self._scratch(values.device))
+        exchange.average(group, task, values, self._scratch(values.device))
         if apart is not None:
             _put_back(exact, apart)
         if reference is not None:
@@ -176,12 +165,7 @@ class Averager:
         )
 
     def reduce_scatter(
-        self,
-        group: dist.ProcessGroup,
-        shards: torch.Tensor,
-        mean: torch.Tensor,
-        how: Average,
-        not_finite: NotFinite | None,
+        self, group: dist.ProcessGroup, shards: torch.Tensor, mean: torch.Tensor, task: Task
     ) -> None:
         """Average every rank's shard on that rank, and count that as half an average of all of them. A job.
 
@@ -189,12 +173,10 @@ class Averager:
             group: The process group whose ranks average.
             shards: This rank's values for all ranks, flat, one shard of equal length after another.
             mean: The output for the mean of this rank's shard; flat.
-            how: As all ranks have decided.
-            not_finite: As in :class:`Average`, for this rank's shard.
+            task: As all ranks have decided.
         """
-        plan = how.plan
-        task = Task(group, plan, how.residuals, not_finite, how.label)
-        exchange.reduce_scatter(task, shards, mean, self._scratch(mean.device))
+        plan = task.plan
+        exchange.reduce_scatter(group, task, shards, mean, self._scratch(mean.device))
         self._counter.add(
             shards.nbytes // 2, group.size(), plan.bytes_sent, plan.bytes_between_hosts, quantized=True
         )
@@ -205,27 +187,16 @@ class Averager:
 
     def _planned(
         self,
-        kind: Literal["average", "reduce_scatter"],
+        plan: Callable[..., Plan],
         group: dist.ProcessGroup,
         count: int,
         like: torch.Tensor,
+        **options: Any,
     ) -> Plan:
         assert self.placement is not None, "the ranks have agreed on where they are"
+        formats = Formats(*self._layouts, like.dtype.to_real().itemsize)
         on_streams = not runs_on_host(group, like.device)
-        value_bytes = like.dtype.to_real().itemsize
-        key = (kind, count, value_bytes, on_streams)
-        if key not in self._plans:
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            options = self._options
-            formats = Formats(options.scatter_layout, options.gather_layout, value_bytes)
-            everywhere = (self.placement, group.rank(), count, formats)
-            self._plans[key] = (
-                plan_average(*everywhere, levels=options.levels, on_streams=on_streams)
-                if kind == "average"
-                else plan_reduce_scatter(*everywhere, on_streams=on_streams)
-            )
-        return self._plans[key]
+        return plan(self.placement, group.rank(), count, formats, on_streams=on_streams, **options)
 
     def _scratch(self, device: torch.device) -> list[Scratch]:
         return self._scratches.setdefault(device, [])

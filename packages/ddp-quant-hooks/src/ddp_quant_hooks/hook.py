@@ -9,12 +9,10 @@ import torch.distributed as dist
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_quant_hooks.exchange.values import Values, flat_real
-from ddp_quant_hooks.feedback import Step, value_count
+from ddp_quant_hooks.feedback.step import Step, value_count
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from dist_utils.comm_hooks import buckets_only, check_gradient_dtype, completed_future, failed_future, is_pair
 from dist_utils.torch_compat import GradBucket, profiler_range
-
-__all__ = ["quantized_allreduce_hook"]
 
 
 @buckets_only
@@ -59,15 +57,9 @@ def quantized_allreduce_hook(
             "quantized_allreduce_hook needs a QuantizedAllreduceState as its state, "
             f"got {type(state).__name__}"
         )
-    if is_pair(bucket):
-        raise TypeError(
-            "quantized_allreduce_hook averages buckets, and DDP's Python reducer has none: set "
-            "torch._dynamo.config.optimize_ddp to True or 'ddp_optimizer'"
-        )
+    buffer = checked_buffer("quantized_allreduce_hook", bucket)
     state.bucket_came()
     with profiler_range(f"quantized_allreduce_hook:bucket_{bucket.index()}"):
-        buffer = bucket.buffer()
-        check_gradient_dtype(buffer)
         state.refuse_capture(buffer)
         if state.process_group.size() == 1:
             return completed_future(buffer)
@@ -77,6 +69,23 @@ def quantized_allreduce_hook(
         except RuntimeError as error:
             return failed_future(error, buffer)
         return _average(state, step, bucket)
+
+
+def checked_buffer(hook: str, bucket: GradBucket) -> torch.Tensor:
+    """Return a bucket's buffer.
+
+    Raises:
+        TypeError: The bucket is not of a floating-point dtype; or it is none, but a gradient of DDP's Python
+            reducer.
+    """
+    if is_pair(bucket):
+        raise TypeError(
+            f"{hook} averages buckets, and DDP's Python reducer has none: set "
+            "torch._dynamo.config.optimize_ddp to True or 'ddp_optimizer'"
+        )
+    buffer = bucket.buffer()
+    check_gradient_dtype(buffer)
+    return buffer
 
 
 def _average(

@@ -14,15 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_quant_hooks.averaging import Averager, plan_digest
 from ddp_quant_hooks.exchange.placement import choose_placement, link_inside_host
-from ddp_quant_hooks.feedback import FeedbackState
+from ddp_quant_hooks.feedback.checkpoint import FeedbackState
 from ddp_quant_hooks.kernels.layout import WIRE_VERSION, Format, Layout
 from ddp_quant_hooks.options import ErrorFeedback, checked
 from ddp_quant_hooks.statistics import Counter, Statistics
 from dist_utils import AgreementError, GroupLike, OrderedWorker, resolve_group
 from dist_utils.comm_hooks import Bucket
 from dist_utils.process_groups import runs_on_host
-
-__all__ = ["HierarchicalAllreduceState", "QuantizedAllreduceState"]
 
 
 class QuantizedAllreduceState(FeedbackState):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
-
-__all__ = ["Counter", "Statistics", "relative_error", "ring_bytes", "sent_around_ring"]
 
 
 @dataclass(frozen=True)
@@ -25,8 +23,9 @@ class Statistics:
         bytes_sent: Payload that this rank sent, including exact parameters and samples. (Sparse buckets do
             not count: what their collective sends is not known here.)
         bytes_between_hosts: Those of them that went to ranks on other hosts (other nodes, with a
-            :class:`HierarchicalAllreduceState`); what a host's link carries is the sum over its ranks. What
-            is averaged without compression counts as if ranks were in a ring, in their order.
+            :class:`HierarchicalAllreduceState`); the others stayed inside. What a host's link carries is the
+            sum over its ranks. What is averaged without compression counts as if ranks were in a ring, in
+            their order.
         bytes_of_allreduce: What a ring all-reduce of the same buckets in their own dtype would have sent;
             half of that, a reduce-scatter or an all-gather, where shards were reduced or gathered.
         relative_error: The relative error of the last bucket that was sampled (``sample_every``), in the L2
@@ -65,14 +64,10 @@ class Statistics:
         """Return what was done since ``earlier``; the relative error is the later one."""
         if not isinstance(earlier, Statistics):
             return NotImplemented
-        return Statistics(
-            self.quantized_buckets - earlier.quantized_buckets,
-            self.plain_buckets - earlier.plain_buckets,
-            self.bytes_sent - earlier.bytes_sent,
-            self.bytes_between_hosts - earlier.bytes_between_hosts,
-            self.bytes_of_allreduce - earlier.bytes_of_allreduce,
-            self.relative_error,
-        )
+        return replace(self, **{name: getattr(self, name) - getattr(earlier, name) for name in _COUNTS})
+
+
+_COUNTS = tuple(one.name for one in fields(Statistics) if one.name != "relative_error")
 
 
 class Counter:
@@ -80,7 +75,7 @@ class Counter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._so_far = Statistics()
+        self._counts = [0] * len(_COUNTS)
         self._error: torch.Tensor | None = None
 
     def add(
@@ -103,21 +98,17 @@ class Counter:
             quantized: Whether it was sent in few bits.
             error: Its relative error, where that was measured.
         """
+        reference = ring_bytes(nbytes, world_size)
+        counts = (quantized, not quantized, bytes_sent, bytes_between_hosts, reference)
         with self._lock:
-            so_far = self._so_far
-            self._so_far = Statistics(
-                so_far.quantized_buckets + quantized,
-                so_far.plain_buckets + (not quantized),
-                so_far.bytes_sent + bytes_sent,
-                so_far.bytes_between_hosts + bytes_between_hosts,
-                so_far.bytes_of_allreduce + ring_bytes(nbytes, world_size),
-            )
+            self._counts = [so_far + more for so_far, more in zip(self._counts, counts, strict=True)]
             if error is not None:
                 self._error = error
 
     def read(self) -> Statistics:
         """Return what was counted. Waits for an accelerator if it measures an error."""
-        return replace(self._so_far, relative_error=None if self._error is None else float(self._error))
+        error = None if self._error is None else float(self._error)
+        return Statistics(**dict(zip(_COUNTS, self._counts, strict=True)), relative_error=error)
 
 
 def ring_bytes(nbytes: int, world_size: int) -> int:

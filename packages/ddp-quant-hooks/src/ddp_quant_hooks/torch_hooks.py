@@ -8,19 +8,11 @@ import torch
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_quant_hooks import kernels
+from ddp_quant_hooks.hook import checked_buffer
 from dist_utils import GroupLike, resolve_group
-from dist_utils.comm_hooks import (
-    buckets_only,
-    check_gradient_dtype,
-    completed_future,
-    failed_future,
-    is_pair,
-    require_same_bucket,
-)
+from dist_utils.comm_hooks import buckets_only, completed_future, failed_future, require_same_bucket
 from dist_utils.process_groups import runs_on_host
 from dist_utils.torch_compat import GradBucket, all_gather_single, profiler_range
-
-__all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
 
 
 @buckets_only
@@ -108,12 +100,9 @@ def quantization_perchannel_hook(
 def _average(
     name: str, process_group: GroupLike, bucket: GradBucket, channel: int | None
 ) -> torch.futures.Future[torch.Tensor]:
-    if is_pair(bucket):
-        raise TypeError(f"{name} averages buckets, and DDP's Python reducer under torch.compile has none")
+    buffer = checked_buffer(name, bucket)
     group = resolve_group(process_group)
     with profiler_range(f"{name}:bucket_{bucket.index()}"):
-        buffer = bucket.buffer()
-        check_gradient_dtype(buffer)
         if group.size() == 1 or buffer.numel() == 0:
             return completed_future(buffer)
         try:

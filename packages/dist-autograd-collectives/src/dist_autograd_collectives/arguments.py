@@ -23,18 +23,12 @@ def check_tensor(label: str, given: Any) -> torch.Tensor:
     A subclass of users, whose methods may do anything, becomes a plain tensor.
     """
     if not isinstance(given, torch.Tensor):
-        raise TypeError(f"{label} must be a tensor, got {_named(given)}")
+        raise TypeError(f"{label} must be a tensor, got {_type_name(given)}")
     traced = is_traced()
     tensor = given if traced or type(given) in (torch.Tensor, torch.nn.Parameter) else _plain(label, given)
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        kind = (
-            "a nested one"
-            if tensor.is_nested
-            else tensor.layout
-            if not tensor.is_quantized
-            else "a quantized one"
-        )
-        raise TypeError(f"{label} must be a dense tensor, got {kind}")
+        kind = "a quantized one" if tensor.is_quantized else tensor.layout
+        raise TypeError(f"{label} must be a dense tensor, got {'a nested one' if tensor.is_nested else kind}")
     if not traced and tensor.numel() and not tensor.untyped_storage().nbytes():
         raise ValueError(f"{label} has no memory: its storage was freed")
     return tensor
@@ -58,16 +52,18 @@ def _plain(label: str, given: torch.Tensor) -> torch.Tensor:
 def tensor_list(label: str, given: Any) -> list[torch.Tensor]:
     """Return a list of dense tensors; raises if it is anything else."""
     if not isinstance(given, (list, tuple)):
-        raise TypeError(f"{label} must be a list or tuple of tensors, got {_named(given)}")
+        raise TypeError(f"{label} must be a list or tuple of tensors, got {_type_name(given)}")
     return [check_tensor(f"{label}[{index}]", entry) for index, entry in enumerate(given)]
 
 
-def one_kind(label: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors as a list; raises if it is empty or they differ in dtype or device."""
-    tensors = tensor_list(label, tensors)
-    if len({(tensor.dtype, tensor.device) for tensor in tensors}) != 1:
-        raise ValueError(f"{label} must be tensors of one dtype on one device, got {shapes(tensors)}")
-    return tensors
+def one_kind(label: str, entries: Sequence[torch.Tensor], count: int | None = None) -> list[torch.Tensor]:
+    """Return the tensors as a list; raises unless they are ``count`` of one dtype and device."""
+    entries = tensor_list(label, entries)
+    if count is not None and len(entries) != count:
+        raise ValueError(f"{label} must have {count} tensors, got {shapes(entries)}")
+    if len({(entry.dtype, entry.device) for entry in entries}) != 1:
+        raise ValueError(f"{label} must be tensors of one dtype on one device, got {shapes(entries)}")
+    return entries
 
 
 def one_for_each(
@@ -101,24 +97,14 @@ def check_buffer(label: str, buffer: torch.Tensor, like: torch.Tensor) -> None:
         raise ValueError(f"{label} is expanded: several of its elements share one place in memory")
 
 
-def filled(buffer: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+def fill(buffer: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """Copy a result into the caller's buffer, which is not part of the graph and may be reused."""
     buffer.detach().copy_(result.detach())
     return result
 
 
-def root_in_group(
-    group: GroupLike,
-    who: Members,
-    rank: int | None,
-    in_group: int | None,
-    what: str,
-    *,
-    default: int | None = None,
-) -> int:
+def root_in_group(group: GroupLike, who: Members, rank: int | None, in_group: int | None, what: str) -> int:
     """Return the root's rank in the group."""
-    if rank is None and in_group is None:
-        rank = default
     if (rank is None) == (in_group is None):
         raise ValueError(f"give either {what} or group_{what}")
     integers(f"{what} or group_{what}", [in_group if rank is None else rank])
@@ -138,7 +124,7 @@ def integers(label: str, given: Any) -> list[Any]:
         raise TypeError(f"{label} must be integers, got {given!r}") from error
 
 
-def checked_dim(ndim: int, dim: int) -> int:
+def dimension(ndim: int, dim: int) -> int:
     """Return a dimension counted from the front; raises if there is no such dimension."""
     integers("dim", [dim])
     if not -ndim <= dim < ndim:
@@ -146,7 +132,7 @@ def checked_dim(ndim: int, dim: int) -> int:
     return dim % ndim
 
 
-def checked_sizes(label: str, length: int, sizes: Sequence[int] | None, who: Members) -> tuple[int, ...]:
+def split_sizes(label: str, length: int, sizes: Sequence[int] | None, who: Members) -> tuple[int, ...]:
     """Return W lengths that add up to ``length``, equal ones if none are given; raises if they do not."""
     sizes = integers(label, sizes) if sizes is not None else []
     if not sizes:
@@ -187,5 +173,5 @@ def check_own_part(outgoing: Sequence[int], incoming: Sequence[int], who: Member
         )
 
 
-def _named(given: Any) -> str:
+def _type_name(given: Any) -> str:
     return "None" if given is None else f"a {type(given).__name__}"

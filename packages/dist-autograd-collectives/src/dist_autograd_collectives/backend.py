@@ -13,16 +13,14 @@ rose to 210 ms, so they are not requested.
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from dist_autograd_collectives.calls import Map, Tensors, Wait
+from dist_autograd_collectives.calls import Map, Tensors, Wait, hash_of_names
 from dist_autograd_collectives.reductions import (
     GLOO_DTYPES,
     sum_of_rows,
@@ -111,8 +109,7 @@ def _large_broadcast(x: torch.Tensor, linear_map: Map) -> Wait:
     if not is_root:
         marker = torch.frombuffer(bytearray(_UNFILLED), dtype=torch.uint8)
         data = torch.empty_like(data)
-        if data.numel() >= marker.numel():
-            data[-8:] = marker
+        data[-8:] = marker
     work = cast("dist.ProcessGroup", call.who.group).broadcast(data, root)
     copied = x.clone() if is_root else None  # the copy is made while the data is sent
 
@@ -161,14 +158,10 @@ def join(tensors: Tensors, linear_map: Map) -> torch.Tensor:
 def separate(received: torch.Tensor, linear_map: Map) -> Tensors:
     """Return the results of a map from its joined parts; the reverse of :func:`join`."""
     kind, who = linear_map.kind, linear_map.call.who
-    if kind == "exchange":
-        return (
-            torch.split(received, list(linear_map.output_splits))
-            if linear_map.separate_output
-            else (received,)
-        )
     if not linear_map.separate_output:
-        return (received.squeeze(0) if linear_map.separate_input else received,)
+        return (received.squeeze(0) if linear_map.separate_input and kind != "exchange" else received,)
+    if kind == "exchange":
+        return torch.split(received, list(linear_map.output_splits))
     if kind == "gather" and who.rank != linear_map.root:
         like = received.new_empty(received.shape[1:])
         return tuple(zeros_after(received, like) for _ in range(who.size))
@@ -194,7 +187,6 @@ def start_traceable(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tens
 
 def _start_of_common_dtype(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tensor]:
     kind, who, root = linear_map.kind, linear_map.call.who, linear_map.root
-    size = who.size
     # There is no traceable reduce, gather or scatter.
     if kind in ("all_reduce", "reduce"):
         total = _start_traceable("all_reduce", x, "sum", who.name)
@@ -202,17 +194,11 @@ def _start_of_common_dtype(x: torch.Tensor, linear_map: Map) -> Callable[[], tor
     if kind == "broadcast":
         return _start_traceable("broadcast", x, root, who.name)
     if kind == "all_gather":
-        return _start_traceable("all_gather_into_tensor", x, size, who.name)
+        return _start_traceable("all_gather_into_tensor", x, who.size, who.name)
     if kind == "reduce_scatter":
-        return _start_traceable("reduce_scatter_tensor", x, "sum", size, who.name)
-    equal = [x.shape[0] // size] * size
-    sent, received = list(linear_map.input_splits) or equal, list(linear_map.output_splits) or equal
-    to_root, from_all = [int(rank == root) for rank in range(size)], [int(who.rank == root)] * size
-    if kind == "gather":
-        sent, received = to_root, from_all
-    elif kind == "scatter":
-        sent, received = from_all, to_root
-    return _start_traceable("all_to_all_single", x, received, sent, who.name)
+        return _start_traceable("reduce_scatter_tensor", x, "sum", who.size, who.name)
+    sends, receives = linear_map.splits(x.shape[0])
+    return _start_traceable("all_to_all_single", x, receives, sends, who.name)
 
 
 def _start_traceable(name: str, x: torch.Tensor, *arguments: Any) -> Callable[[], torch.Tensor]:
@@ -223,70 +209,54 @@ def _start_traceable(name: str, x: torch.Tensor, *arguments: Any) -> Callable[[]
     return lambda: wait(started)
 
 
-def _part_of_scatter(tensors: Tensors, linear_map: Map) -> torch.Tensor:
-    """Return memory for what this rank receives in a scatter."""
-    if linear_map.separate_input:
-        return torch.empty_like(tensors[linear_map.root])
-    return tensors[0].new_empty(1, *tensors[0].shape[1:])
-
-
-def _gathered_elsewhere(x: torch.Tensor, linear_map: Map) -> Tensors:
-    """Return the result of a gather on all ranks but the root."""
-    if linear_map.separate_output:
-        return tuple(torch.zeros_like(x) for _ in range(linear_map.call.who.size))
-    return (x.new_empty(0, *x.shape[1:]),)
-
-
 def by_messages(tensors: Tensors, linear_map: Map) -> Wait:
     """Start a map made of messages between two ranks; the receiver computes sums."""
-    kind, who, root, x = linear_map.kind, linear_map.call.who, linear_map.root, tensors[0]
-    nothing: list[torch.Tensor | None] = [None] * who.size
-    outgoing: Sequence[torch.Tensor | None]
-    incoming: Sequence[torch.Tensor | None]
-    if kind in ("broadcast", "scatter"):
-        mine = torch.empty_like(x) if kind == "broadcast" else _part_of_scatter(tensors, linear_map)
-        outgoing = nothing
-        if who.rank == root:
-            outgoing = linear_map.parts_of(tensors) if kind == "scatter" else [x] * who.size
-        incoming = [mine if rank == root else None for rank in range(who.size)]
-        return _Messages(linear_map, outgoing, incoming, lambda: (mine,))
-    if kind == "exchange":
-        buffers, results = _exchange_buffers(x, linear_map)
-        return _Messages(linear_map, linear_map.parts_of(tensors), buffers, lambda: results)
-    if kind in ("gather", "reduce"):
-        outgoing = [x if rank == root else None for rank in range(who.size)]
-        if who.rank != root:
-            elsewhere = (torch.zeros_like(x),) if kind == "reduce" else _gathered_elsewhere(x, linear_map)
-            return _Messages(linear_map, outgoing, nothing, lambda: elsewhere)
-    else:
-        outgoing = linear_map.parts_of(tensors) if kind == "reduce_scatter" else [x] * who.size
-    # Every rank sends a tensor like this one's own.
-    own = cast("torch.Tensor", outgoing[who.rank])
-    if linear_map.separate_output:
-        apart = tuple(torch.empty_like(own) for _ in range(who.size))
-        return _Messages(linear_map, outgoing, apart, lambda: apart)
-    if kind in ("gather", "all_gather"):
-        whole = own.new_empty(who.size * own.shape[0], *own.shape[1:])
-        return _Messages(linear_map, outgoing, whole.view(who.size, *own.shape).unbind(0), lambda: (whole,))
+    who, root, parts = linear_map.call.who, linear_map.root, linear_map.parts_of(tensors)
+    everyone = range(who.size)
+    sources = (root,) if linear_map.is_from_root else everyone
+    targets = (root,) if linear_map.is_to_root else everyone
+    buffers, finish = _memory(tensors[0], parts[who.rank], linear_map)
+    sends, receives = who.rank in sources, who.rank in targets
+    outgoing = [part if sends and rank in targets else None for rank, part in enumerate(parts)]
+    incoming = [buffer if receives and rank in sources else None for rank, buffer in enumerate(buffers)]
+    return _start_messages(linear_map, outgoing, incoming, finish)
+
+
+def _memory(
+    x: torch.Tensor, own: torch.Tensor, linear_map: Map
+) -> tuple[Sequence[torch.Tensor], Callable[[], Tensors]]:
+    """Return memory for what comes from each rank, and what makes the results of it.
+
+    Args:
+        x: The first tensor that the map takes.
+        own: The part for this rank itself; what others send is alike, except in exchanges.
+        linear_map: The map.
+    """
+    kind, who = linear_map.kind, linear_map.call.who
+    is_target = not linear_map.is_to_root or who.rank == linear_map.root
+    if kind == "broadcast" or (kind == "scatter" and linear_map.separate_input):
+        mine = torch.empty_like(own)
+        return [mine] * who.size, lambda: (mine,)
+    if kind in ("all_gather", "gather") and linear_map.separate_output:
+        apart = tuple(torch.empty_like(x) if is_target else torch.zeros_like(x) for _ in range(who.size))
+        return apart, lambda: apart
+    if kind in ("all_gather", "gather", "exchange", "scatter"):
+        lengths = linear_map.splits(x.shape[0])[1]
+        if linear_map.separate_output:
+            apart = tuple(x.new_empty(length, *x.shape[1:]) for length in lengths)
+            return apart, lambda: apart
+        whole = x.new_empty(sum(lengths), *x.shape[1:])
+        return whole.split_with_sizes(lengths), lambda: (whole,)
+    if not is_target:
+        zeros = torch.zeros_like(own)
+        return [zeros] * who.size, lambda: (zeros,)
     # Summed in rank order everywhere, so every rank gets the same bits. torch sums 16-bit dtypes in fp32.
     if who.size == 2:
         other = torch.empty_like(own)
         pair = (own, other) if who.rank == 0 else (other, own)
-        incoming = [None, other] if who.rank == 0 else [other, None]
-        return _Messages(linear_map, outgoing, incoming, lambda: (sum_of_two(*pair, other),))
+        return pair, lambda: (sum_of_two(*pair, other),)
     rows = own.new_empty(who.size, *own.shape)
-    return _Messages(linear_map, outgoing, rows.unbind(0), lambda: (sum_of_rows(rows),))
-
-
-def _exchange_buffers(x: torch.Tensor, linear_map: Map) -> tuple[Sequence[torch.Tensor], Tensors]:
-    """Return a buffer for each part of an exchange, and the result tensors that they are part of."""
-    splits, size = linear_map.output_splits, linear_map.call.who.size
-    if linear_map.separate_output:
-        apart = tuple(x.new_empty(length, *x.shape[1:]) for length in splits)
-        return apart, apart
-    lengths = splits or (x.shape[0] // size,) * size
-    whole = x.new_empty(sum(lengths), *x.shape[1:])
-    return whole.split_with_sizes(lengths), (whole,)
+    return rows.unbind(0), lambda: (sum_of_rows(rows),)
 
 
 _abandoned: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Wait]] = weakref.WeakKeyDictionary()
@@ -318,81 +288,63 @@ class _Running:
             _abandoned.setdefault(self._group, []).append(self._wait)
 
 
-class _Messages:
-    """Messages of one map on Gloo, under a tag that identifies the call, its shapes and the dtype.
+def _start_messages(
+    linear_map: Map,
+    outgoing: Sequence[torch.Tensor | None],
+    incoming: Sequence[torch.Tensor | None],
+    finish: Callable[[], Tensors],
+) -> Wait:
+    """Start messages of a map on Gloo, under a tag that identifies the call, its shapes and the dtype.
 
     Gloo silently fills only the front of a buffer if a message is too short, and ends the process if it is
     too long. With these tags a message never meets a buffer of another shape, dtype or collective, even where
     ranks take part in different collectives of the same size: both wait for a message that does not come, and
     raise at the group's timeout. A length sent with each message would reveal the mismatch at once, but with
     it small messages took 0.17 to 0.3 ms instead of 0.10 (1 KiB between two ranks).
-
-    Messages that are dropped are left to whoever waits next in their group.
     """
+    who = linear_map.call.who
+    group = cast("dist.ProcessGroup", who.group)
+    sends, receives = _addressed(outgoing, 1, linear_map), _addressed(incoming, -1, linear_map)
 
-    __slots__ = ("_incoming", "_map", "_outgoing", "_results", "_works")
+    def send() -> list[dist.Work]:
+        return [group.send([part], rank, tag) for part, rank, tag in sends]
 
-    def __init__(
-        self,
-        linear_map: Map,
-        outgoing: Sequence[torch.Tensor | None],
-        incoming: Sequence[torch.Tensor | None],
-        results: Callable[[], Tensors],
-    ) -> None:
-        who = linear_map.call.who
-        group = cast("dist.ProcessGroup", who.group)
-        self._map, self._results = linear_map, results
-        self._outgoing, self._incoming = outgoing, incoming
-        self._works: list[dist.Work] = []
-        sends, receives = _addressed(outgoing, 1, linear_map), _addressed(incoming, -1, linear_map)
+    def receive() -> list[dist.Work]:
+        return [group.recv([part], rank, tag) for part, rank, tag in receives]
 
-        def send() -> list[dist.Work]:
-            return [group.send([part], rank, tag) for part, rank, tag in sends]
+    def explain(error: RuntimeError) -> CollectiveError:
+        sent, expected = (
+            [0 if part is None else part.nbytes for part in parts] for parts in (outgoing, incoming)
+        )
+        return CollectiveError(
+            f"{linear_map.call.title} failed on rank {who.rank} of {who.size} in its group: {error} - It "
+            f"sent {sent} bytes to the ranks of its group and expected {expected}: a message of another "
+            "call, shape or dtype never arrives. Do all ranks call the same functions in one order, with the "
+            "same shapes, dtypes and operations? check=True tells at once"
+        )
 
-        def receive() -> list[dist.Work]:
-            return [group.recv([part], rank, tag) for part, rank, tag in receives]
+    try:
+        if any(part.nbytes > _SHORT_BYTES for part, _, _ in sends + receives):
+            # With sends first, two hosts took turns on a duplex link: 1.9 instead of 1.05 s.
+            received, sent = receive(), send()
+        else:
+            sent, received = send(), receive()
+    except RuntimeError as error:  # a peer is gone
+        raise explain(error) from error
+    mine, own = incoming[who.rank], outgoing[who.rank]
+    if mine is not None and own is not None and mine is not own:
+        mine.copy_(own)
 
+    def wait() -> Tensors:
         try:
-            if any(part.nbytes > _SHORT_BYTES for part, _, _ in sends + receives):
-                # With sends first, two hosts took turns on a duplex link: 1.9 instead of 1.05 s.
-                received, sent = receive(), send()
-            else:
-                sent, received = send(), receive()
-        except RuntimeError as error:  # a peer is gone
-            raise CollectiveError(self._explanation(error)) from error
-        # Two exchanges of 1 MiB between two ranks took 2.5 ms, and 3.9 if receives are awaited first.
-        self._works = sent + received
-        mine, own = incoming[who.rank], outgoing[who.rank]
-        if mine is not None and own is not None:
-            mine.copy_(own)
-
-    def __call__(self) -> Tensors:
-        """Wait; return what this rank received.
-
-        Raises:
-            CollectiveError: A message was not received or sent within the group's timeout.
-        """
-        works, self._works = self._works, []
-        try:
-            for work in works:
+            # Two exchanges of 1 MiB between two ranks took 2.5 ms, and 3.9 if receives are awaited first.
+            for work in sent + received:
                 work.wait()
         except RuntimeError as error:
-            raise CollectiveError(self._explanation(error)) from error
-        return self._results()
+            raise explain(error) from error
+        return finish()
 
-    def _explanation(self, error: RuntimeError) -> str:
-        """Describe this rank's messages, because one of another call never arrives."""
-        sent, expected = (
-            [0 if part is None else part.nbytes for part in parts]
-            for parts in (self._outgoing, self._incoming)
-        )
-        call = self._map.call
-        return (
-            f"{call.title} failed on rank {call.who.rank} of {call.who.size} in its group: {error} - It sent "
-            f"{sent} bytes to the ranks of its group and expected {expected}: a message of another call, "
-            "shape or dtype never arrives. Do all ranks call the same functions in one order, with the same "
-            "shapes, dtypes and operations? check=True tells at once"
-        )
+    return wait
 
 
 def _addressed(
@@ -405,11 +357,6 @@ def _addressed(
         rank = (call.who.rank + step * distance) % call.who.size
         part = parts[rank]
         if part is not None and part.numel():
-            names = _hash_of_names(call.title, linear_map.kind, part.dtype)
+            names = hash_of_names(call.title, linear_map.kind, part.dtype)
             found.append((part, rank, _TAG + hash((names, key, order, part.numel())) % _TAG))
     return found
-
-
-@functools.cache
-def _hash_of_names(*names: object) -> int:
-    return zlib.crc32(repr(names).encode())  # hashes of strings differ between processes

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
+import zlib
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -60,6 +62,9 @@ class Window:
         self.number, self.copies = number, 0
 
 
+_windows: weakref.WeakKeyDictionary[dist.ProcessGroup, Window] = weakref.WeakKeyDictionary()
+
+
 class Call(NamedTuple):
     """A call of a public function.
 
@@ -83,7 +88,7 @@ class Call(NamedTuple):
     def key(self) -> int:
         """What tells this call's messages from those of the group's other calls.
 
-        The same on all ranks, whatever a rank copies alone: such a copy is not numbered. Copies count from
+        The same on all ranks, whatever a rank copies alone: such a copy has no number. Copies count from
         the newest one back when their backward runs.
         """
         if self.window is None:
@@ -91,28 +96,29 @@ class Call(NamedTuple):
         newer = self.window.copies - self.copy if self.copy else 0
         return hash((self.window.number, newer, self.form))
 
+    def with_number(self, *, communicates: bool, differentiable: bool) -> Call:
+        """Return the call with its place among its group's calls.
 
-_windows: weakref.WeakKeyDictionary[dist.ProcessGroup, Window] = weakref.WeakKeyDictionary()
+        Args:
+            communicates: Whether it does so in forward; such calls are counted.
+            differentiable: Whether its result has a backward on this rank.
+        """
+        group = self.who.group
+        if group is None or self.who.size == 1:
+            return self
+        window = _windows.setdefault(group, Window(0))
+        if communicates:
+            window = _windows[group] = Window(window.number + 1)
+        if communicates or not differentiable:
+            return self._replace(window=window)
+        window.copies += 1
+        return self._replace(window=window, copy=window.copies)
 
 
-def numbered(call: Call, *, communicates: bool, differentiable: bool) -> Call:
-    """Return the call with its place among its group's calls.
-
-    Args:
-        call: The call.
-        communicates: Whether it does so in forward; such calls are counted.
-        differentiable: Whether its result has a backward on this rank.
-    """
-    group = call.who.group
-    if group is None or call.who.size == 1:
-        return call
-    window = _windows.setdefault(group, Window(0))
-    if communicates:
-        window = _windows[group] = Window(window.number + 1)
-    if communicates or not differentiable:
-        return call._replace(window=window)
-    window.copies += 1
-    return call._replace(window=window, copy=window.copies)
+@functools.cache
+def hash_of_names(*names: object) -> int:
+    """Return a hash that is the same in all processes, unlike Python's of strings."""
+    return zlib.crc32(repr(names).encode())
 
 
 Kind: TypeAlias = Literal[
@@ -182,7 +188,7 @@ class Map(NamedTuple):
     separate_output: bool = False
     order: int = 0
 
-    def transposed(self) -> Map:
+    def transpose(self) -> Map:
         """Return the map whose matrix is the transpose of this one's."""
         table = _REPLICATED_TRANSPOSES if self.call.replicated else _TRANSPOSES
         return Map(
@@ -201,13 +207,35 @@ class Map(NamedTuple):
         """Whether there is anything to communicate."""
         return self.call.who.size > 1 and self.kind not in ("copy", "own part", "own if root")
 
+    @property
+    def is_from_root(self) -> bool:
+        """Whether only the root sends."""
+        return self.kind in ("broadcast", "scatter")
+
+    @property
+    def is_to_root(self) -> bool:
+        """Whether only the root receives."""
+        return self.kind in ("reduce", "gather")
+
+    def splits(self, rows: int) -> tuple[list[int], list[int]]:
+        """Return how many of its rows this rank sends to each rank, and how many it receives from each."""
+        ranks, is_root = range(self.call.who.size), self.call.who.rank == self.root
+        if self.kind == "gather":
+            return [int(rank == self.root) for rank in ranks], [int(is_root)] * len(ranks)
+        if self.kind == "scatter":
+            return [int(is_root)] * len(ranks), [int(rank == self.root) for rank in ranks]
+        if self.kind == "all_gather":
+            return [rows] * len(ranks), [rows] * len(ranks)
+        equal = [rows // len(ranks)] * len(ranks)
+        return list(self.input_splits) or equal, list(self.output_splits) or equal
+
     def parts_of(self, tensors: Tensors) -> Tensors:
-        """Return the part for each rank."""
+        """Return what this rank sends to each rank if it sends anything: a part, or the same to all."""
+        if self.kind in ("all_reduce", "all_gather", "broadcast", "reduce", "gather"):
+            return tensors * self.call.who.size
         if self.separate_input:
             return tensors
-        if self.input_splits:
-            return tensors[0].split_with_sizes(self.input_splits)
-        return tensors[0].tensor_split(self.call.who.size)
+        return tensors[0].split_with_sizes(self.splits(tensors[0].shape[0])[0])
 
     def range_name(self, stage: str = "") -> str:
         """Return the name that a profiler shows: the public function, and how often it was transposed.

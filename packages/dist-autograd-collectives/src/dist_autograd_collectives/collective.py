@@ -18,8 +18,9 @@ from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, cast
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from dist_autograd_collectives.arguments import check_own_part
 from dist_autograd_collectives.backend import CollectiveError
-from dist_autograd_collectives.calls import Call, Convention, Map, Members, Tensors, numbered
+from dist_autograd_collectives.calls import Call, Convention, Map, Members, Tensors, hash_of_names, members
 from dist_autograd_collectives.linear import Flight, linear
 from dist_autograd_collectives.transforms import is_recorded, is_traced, outside_function_transforms
 from dist_utils import AgreementError, TensorMismatchError, resolve_group
@@ -63,7 +64,9 @@ def prepare(
         splits: How many rows this rank sends to each rank, and how many it expects.
         communicates: Whether the call does so in forward.
     """
-    tensors = _anchored(tensors, anchor)
+    tensors = _anchor(tensors, anchor)
+    if splits is not None:
+        check_own_part(*splits, who)
     recorded = is_recorded()
     forms = [tuple(shape)] if shape is not None else [tuple(tensor.shape) for tensor in tensors]
     if uneven_dim is not None:
@@ -75,13 +78,14 @@ def prepare(
         _compare(who, TensorClaim([("", one) for one in described], f"{title}{terms}, {grad}"))
         if splits is not None:
             _compare_splits(who, *splits)
-    # Symbolic shapes of a compiler have no hash.
-    call = Call(title, who, grad == "replicated", 0 if recorded else hash(tuple(forms)))
+    # Symbolic shapes of a compiler have no hash. A mean may be sent in another dtype.
+    form = 0 if recorded else hash((tuple(forms), hash_of_names(*{tensor.dtype for tensor in tensors})))
+    call = Call(title, who, grad == "replicated", form)
     differentiable = torch.is_grad_enabled() and _any_needs(tensors)
-    return numbered(call, communicates=communicates, differentiable=differentiable), tensors
+    return call.with_number(communicates=communicates, differentiable=differentiable), tensors
 
 
-def _anchored(tensors: Sequence[torch.Tensor], anchor: bool) -> list[torch.Tensor]:
+def _anchor(tensors: Sequence[torch.Tensor], anchor: bool) -> list[torch.Tensor]:
     """Return the tensors; with ``anchor``, one without a gradient is replaced by one that needs one."""
     if not isinstance(anchor, bool):
         raise TypeError(f"anchor must be True or False, got {type(anchor).__name__}")
@@ -165,18 +169,12 @@ def _tell_problems(group: Any) -> Iterator[None]:
 
 def _tell(problem: Exception, group: Any) -> None:
     """Tell a problem in the group that the caller meant; in WORLD if it gave something that is no group."""
-    try:
-        resolved = resolve_group(group)
-    except TypeError:
+    # The comparison raises the problem itself, as the caller does; nobody waits for a rank outside the group.
+    with contextlib.suppress(RuntimeError, ValueError, TensorMismatchError, type(problem)):
         try:
-            resolved = resolve_group(None)
-        except RuntimeError:
-            return
-    except (RuntimeError, ValueError):  # nobody waits for a rank outside the group
-        return
-    who = Members(resolved, resolved.group_name, resolved.size(), resolved.rank())
-    # It raises the problem itself, as the caller does.
-    with contextlib.suppress(TensorMismatchError, CollectiveError, type(problem)):
+            who = members(group)
+        except TypeError:
+            who = members(None)
         _compare(who, TensorClaim([]), problem)
 
 
@@ -211,11 +209,6 @@ def identity(result: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def as_tuple(*results: torch.Tensor) -> Tensors:
-    """Return the received tensors as a tuple."""
-    return results
-
-
 def collective(function: Callable[P, T]) -> Callable[P, T]:
     """Make a function that returns its first step a public one, which runs all steps."""
     names = list(inspect.signature(function).parameters)
@@ -237,8 +230,6 @@ def collective(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling():
-            return _complete(first_step(*args, **kwargs))
         with _without_autocast():
             return _complete(first_step(*args, **kwargs))
 
@@ -252,14 +243,12 @@ def _complete(result: T | Step[T]) -> T:
     return result
 
 
-_NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-
-
 def _without_autocast() -> contextlib.AbstractContextManager[object]:
     """Return a context in which dtypes stay as they are: a rank that pads must not differ from others."""
-    enabled = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    compiling = torch.compiler.is_compiling()
+    enabled = [] if compiling else [name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]
     if not enabled:
-        return _NOTHING
+        return contextlib.nullcontext()
     stack = contextlib.ExitStack()
     for device in enabled:
         stack.enter_context(torch.autocast(device, enabled=False))
@@ -364,7 +353,5 @@ def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle
     first_step: Any = getattr(function, "first_step", None)
     if first_step is None:
         raise TypeError(f"start takes a collective of this package, got {function!r}")
-    if torch.compiler.is_compiling():
-        return Handle(first_step(*args, **kwargs))
     with _without_autocast():
         return Handle(first_step(*args, **kwargs))

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Sequence
 
 import torch
 
-from dist_autograd_collectives.arguments import (
-    Sizes,
-    check_buffer,
-    check_tensor,
-    checked_dim,
-    filled,
-    known_sizes,
-    one_for_each,
-    one_kind,
-    root_in_group,
-)
+from dist_autograd_collectives import arguments
+from dist_autograd_collectives.arguments import Sizes
 from dist_autograd_collectives.backend import CollectiveError
-from dist_autograd_collectives.calls import Call, Convention, Map, Members, Tensors, Wait, members
-from dist_autograd_collectives.collective import (
-    as_tuple,
-    collective,
-    expect_comparison,
-    identity,
-    prepare,
-    step,
-)
-from dist_autograd_collectives.linear import begin_plain
-from dist_autograd_collectives.reductions import zeros_after
+from dist_autograd_collectives.calls import Convention, Map, Members, Tensors, Wait, members
+from dist_autograd_collectives.collective import collective, expect_comparison, identity, prepare, step
+from dist_autograd_collectives.linear import begin_plain, exchange_lengths
+from dist_autograd_collectives.parts import join, pad, pieces
 from dist_autograd_collectives.transforms import is_traced, outside_function_transforms
 from dist_utils import GroupLike, resolve_group
 from dist_utils.process_groups import collective_device, device_types
@@ -76,8 +60,8 @@ def broadcast(
         ``torch.distributed.nn.functional.broadcast``; torch's functional collectives have no gradient here.
     """
     who = members(group, grad)
-    root = root_in_group(group, who, src, group_src, "src")
-    tensor, terms = check_tensor("tensor", tensor), f" from {root}"
+    root = arguments.root_in_group(group, who, src, group_src, "src")
+    tensor, terms = arguments.check_tensor("tensor", tensor), f" from {root}"
     call, tensors = prepare("broadcast", who, [tensor], anchor, check, terms=terms, grad=grad)
     return step(Map("broadcast", call, root), tensors, identity)
 
@@ -110,9 +94,9 @@ def all_gather(
         ``torch.distributed.nn.functional.all_gather``.
     """
     who = members(group, grad)
-    tensor = check_tensor("tensor", tensor)
+    tensor = arguments.check_tensor("tensor", tensor)
     call, tensors = prepare("all_gather", who, [tensor], anchor, check, grad=grad)
-    return step(Map("all_gather", call, separate_output=True), tensors, as_tuple)
+    return step(Map("all_gather", call, separate_output=True), tensors, lambda *parts: parts)
 
 
 @collective
@@ -145,8 +129,8 @@ def all_gather_base(
         ``torch.distributed.nn.functional._all_gather_base``, which has no backward on Gloo.
     """
     who = members(group, grad)
-    tensor = check_tensor("input_tensor", input_tensor)
-    check_buffer("output_tensor", output_tensor, tensor)
+    tensor = arguments.check_tensor("input_tensor", input_tensor)
+    arguments.check_buffer("output_tensor", output_tensor, tensor)
     if output_tensor.numel() != who.size * tensor.numel():
         raise ValueError(
             f"output_tensor has {output_tensor.numel()} elements, but {who.size} ranks send "
@@ -156,7 +140,7 @@ def all_gather_base(
     return step(
         Map("all_gather", call),
         [tensor.flatten()],
-        lambda flat: filled(output_tensor, flat.view(output_tensor.shape)),
+        lambda flat: arguments.fill(output_tensor, flat.view(output_tensor.shape)),
     )
 
 
@@ -192,10 +176,11 @@ def gather(
         ``torch.distributed.nn.functional.gather``.
     """
     who = members(group, grad)
-    root = root_in_group(group, who, dst, group_dst, "dst", default=0)
-    tensor = check_tensor("tensor", tensor)
+    dst = 0 if dst is None and group_dst is None else dst
+    root = arguments.root_in_group(group, who, dst, group_dst, "dst")
+    tensor = arguments.check_tensor("tensor", tensor)
     call, tensors = prepare("gather", who, [tensor], anchor, check, terms=f" to {root}")
-    return step(Map("gather", call, root, separate_output=True), tensors, as_tuple)
+    return step(Map("gather", call, root, separate_output=True), tensors, lambda *parts: parts)
 
 
 @collective
@@ -237,38 +222,35 @@ def scatter(
         ``torch.distributed.nn.functional.scatter``, which fails on the ``None`` that it documents.
     """
     who = members(group, grad)
-    root = root_in_group(group, who, src, group_src, "src", default=0)
-    like = like if like is None else check_tensor("like", like)
+    src = 0 if src is None and group_src is None else src
+    root = arguments.root_in_group(group, who, src, group_src, "src")
+    like = like if like is None else arguments.check_tensor("like", like)
     if tensors is None and who.rank == root:
         raise ValueError(f"the source needs a list of {who.size} tensors")
-    given = [] if tensors is None else one_for_each("tensors", tensors, who, like=like)
+    given = [] if tensors is None else arguments.one_for_each("tensors", tensors, who, like=like)
     terms = f" from {root}{' with like=' if like is not None else ''}"
-    unread: list[Wait] = []
-    # A graph cannot depend on shapes that only another rank knows, and vmap hides a part of them.
+    receive_description: Wait = lambda: ()  # noqa: E731
     if like is None and is_traced():
+        # A graph cannot depend on shapes that only another rank knows, and vmap hides a part of them.
         if not given:
             raise ValueError("under torch.compile and torch.func every rank needs a list, or like=")
+        like = given[0]
     elif like is None:
         header = _description(given[0] if who.rank == root else None, who)
         # Ranks without like= would wait for the description in vain if the source has like=.
         call, _ = prepare("scatter", who, [], anchor, check, terms=terms)
-        unread.append(begin_plain(header, Map("broadcast", call, root)))
+        receive_description = functools.cache(begin_plain(header, Map("broadcast", call, root)))
         expect_comparison()
-        if not given:
-            like = _stand_in(unread.pop()()[0], who)
-    if given:
-        like, parts = given[0], given
-    else:  # such lists are part of the graph: their gradients are zeros, not None
-        like = like if like is not None else torch.empty(0)
-        parts = [like.new_empty(0, *like.shape)]
+        like = given[0] if given else _stand_in(receive_description()[0], who)
+    # A list of a receiver is part of the graph, too: its gradient is zeros, not None.
+    parts = given or [like.new_empty(0, *like.shape)]
     call, parts = prepare("scatter", who, parts, anchor, check, terms=terms, shape=like.shape)
 
-    def received(part: torch.Tensor) -> torch.Tensor:
-        while unread:  # needed by ranks without a list; it arrives with what it describes
-            unread.pop()()
+    def receive(part: torch.Tensor) -> torch.Tensor:
+        receive_description()  # ranks with a list need none, but it was sent to them
         return part if given else part.squeeze(0)
 
-    return step(Map("scatter", call, root, separate_input=tensors is not None), parts, received)
+    return step(Map("scatter", call, root, separate_input=tensors is not None), parts, receive)
 
 
 def _description(first: torch.Tensor | None, who: Members) -> torch.Tensor:
@@ -344,9 +326,9 @@ def all_gather_cat(
         >>> tokens = all_gather_cat(mine, dim=1, sizes="auto")  # doctest: +SKIP
     """
     who = members(group, grad)
-    tensor = check_tensor("tensor", tensor)
-    dim = checked_dim(tensor.ndim, dim)
-    lengths = known_sizes("sizes", tensor.shape[dim], sizes, who)
+    tensor = arguments.check_tensor("tensor", tensor)
+    dim = arguments.dimension(tensor.ndim, dim)
+    lengths = arguments.known_sizes("sizes", tensor.shape[dim], sizes, who)
     call, (tensor,) = prepare(
         "all_gather_cat",
         who,
@@ -359,19 +341,19 @@ def all_gather_cat(
     )
     rows, gather = tensor.movedim(dim, 0), Map("all_gather", call)
 
-    def moved_back(whole: torch.Tensor) -> torch.Tensor:
+    def move_back(whole: torch.Tensor) -> torch.Tensor:
         return whole.movedim(0, dim)
 
     if sizes is None:
-        return step(gather, [rows], moved_back)
+        return step(gather, [rows], move_back)
     lengths = lengths or exchange_lengths([rows.shape[0]] * who.size, tensor, call)
     longest = max(lengths)
 
-    def unpadded(whole: torch.Tensor) -> torch.Tensor:
+    def unpad(whole: torch.Tensor) -> torch.Tensor:
         parts = whole.view(who.size, longest, *whole.shape[1:]).unbind(0)
-        return moved_back(torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]))
+        return move_back(torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]))
 
-    return step(gather, [padded(rows, longest)], unpadded)
+    return step(gather, [pad(rows, longest)], unpad)
 
 
 @collective
@@ -408,15 +390,15 @@ def all_gather_stack(
         ``torch.stack`` of ``torch.distributed.nn.functional.all_gather``, with one copy less.
     """
     who = members(group, grad)
-    row = check_tensor("tensor", tensor).unsqueeze(0)
-    dim = checked_dim(row.ndim, dim)
+    row = arguments.check_tensor("tensor", tensor).unsqueeze(0)
+    dim = arguments.dimension(row.ndim, dim)
     terms = f", {dim}"
     call, rows = prepare("all_gather_stack", who, [row], anchor, check, terms=terms, grad=grad)
 
-    def moved_back(stack: torch.Tensor) -> torch.Tensor:
+    def move_back(stack: torch.Tensor) -> torch.Tensor:
         return stack.movedim(0, dim)
 
-    return step(Map("all_gather", call), rows, moved_back)
+    return step(Map("all_gather", call), rows, move_back)
 
 
 @collective
@@ -453,55 +435,14 @@ def all_gather_cat_coalesced(
         ``torch.distributed._functional_collectives.all_gather_into_tensor_coalesced``.
     """
     who = members(group, grad)
-    tensors = one_kind("tensors", tensors)
-    dims = [checked_dim(tensor.ndim, dim) for tensor in tensors]
+    tensors = arguments.one_kind("tensors", tensors)
+    dims = [arguments.dimension(tensor.ndim, dim) for tensor in tensors]
     title, terms = "all_gather_cat_coalesced", f", {dims}"
     call, tensors = prepare(title, who, tensors, anchor, check, terms=terms, grad=grad)
     rows = [tensor.movedim(place, 0) for tensor, place in zip(tensors, dims, strict=True)]
 
-    def separated(whole: torch.Tensor) -> Tensors:
-        parts = torch.split(whole.view(who.size, -1), [row.numel() for row in rows], dim=1)
-        return tuple(
-            part.reshape(who.size * row.shape[0], *row.shape[1:]).movedim(0, place)
-            for part, row, place in zip(parts, rows, dims, strict=True)
-        )
+    def separate(whole: torch.Tensor) -> Tensors:
+        parts = pieces(whole.view(who.size, -1), [row.shape for row in rows])
+        return tuple(part.flatten(0, 1).movedim(0, place) for part, place in zip(parts, dims, strict=True))
 
-    return step(Map("all_gather", call), [join(rows)], separated)
-
-
-def padded(rows: torch.Tensor, length: int) -> torch.Tensor:
-    """Return a tensor padded with rows of zeros to a length."""
-    missing = length - rows.shape[0]
-    if not missing:
-        return rows
-    # torch.cat leaves an empty tensor out of the graph; this rank would then not reach the backward. (And the
-    # backward of torch.nn.functional.pad refuses to give an empty one in torch 2.6.)
-    return torch.cat([rows, zeros_after(rows, rows.new_empty(missing, *rows.shape[1:]))])
-
-
-def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return all elements in one flat tensor, which depends on every tensor even if there are none."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    if flat.numel():
-        return flat
-    for tensor in tensors:  # torch.cat leaves empty ones out of the graph
-        flat = flat + tensor.flatten()
-    return flat
-
-
-def pieces(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Return tensors joined before, as views that may be changed in place, unlike those of torch.split."""
-    found, start = [], 0
-    for shape in shapes:
-        length = math.prod(shape)
-        found.append(flat.narrow(0, start, length).view(shape))
-        start += length
-    return found
-
-
-def exchange_lengths(lengths: Sequence[int], like: torch.Tensor, call: Call) -> tuple[int, ...]:
-    """Send each rank a length, and return the lengths that the ranks send to this one."""
-    own = torch.tensor(lengths, dtype=torch.int64, device=like.device)
-    exchange = Map("exchange", call._replace(title=f"{call.title} (sizes)", form=0))
-    (received,) = begin_plain(own, exchange)()
-    return tuple(received.tolist())
+    return step(Map("all_gather", call), [join(rows)], separate)

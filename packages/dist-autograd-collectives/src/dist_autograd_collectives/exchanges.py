@@ -7,22 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from dist_autograd_collectives.arguments import (
-    Sizes,
-    check_buffer,
-    check_own_part,
-    check_tensor,
-    checked_dim,
-    checked_sizes,
-    filled,
-    integers,
-    known_sizes,
-    one_kind,
-    shapes,
-)
+from dist_autograd_collectives import arguments
+from dist_autograd_collectives.arguments import Sizes
 from dist_autograd_collectives.calls import Convention, Map, Tensors, members
 from dist_autograd_collectives.collective import collective, prepare, step
-from dist_autograd_collectives.copies import exchange_lengths
+from dist_autograd_collectives.linear import exchange_lengths
 from dist_autograd_collectives.reductions import zeros_after
 from dist_utils import GroupLike
 
@@ -59,25 +48,18 @@ def all_to_all(
         ``torch.distributed.nn.functional.all_to_all``.
     """
     who = members(group, grad)
-    output_tensor_list = one_kind("output_tensor_list", output_tensor_list)
-    input_tensor_list = one_kind("input_tensor_list", input_tensor_list)
-    for label, entries in (
-        ("output_tensor_list", output_tensor_list),
-        ("input_tensor_list", input_tensor_list),
-    ):
-        if len(entries) != who.size:
-            raise ValueError(f"{label} must have {who.size} tensors, got {shapes(entries)}")
+    output_tensor_list = arguments.one_kind("output_tensor_list", output_tensor_list, who.size)
+    input_tensor_list = arguments.one_kind("input_tensor_list", input_tensor_list, who.size)
     for entry in output_tensor_list:
-        check_buffer("output_tensor_list", entry, input_tensor_list[0])
+        arguments.check_buffer("output_tensor_list", entry, input_tensor_list[0])
     outgoing = tuple(entry.numel() for entry in input_tensor_list)
     incoming = tuple(entry.numel() for entry in output_tensor_list)
-    check_own_part(outgoing, incoming, who)
-    flat = [entry.flatten() for entry in input_tensor_list]
-    call, parts = prepare("all_to_all", who, flat, anchor, check, uneven_dim=0, splits=(outgoing, incoming))
+    flat, splits = [entry.flatten() for entry in input_tensor_list], (outgoing, incoming)
+    call, parts = prepare("all_to_all", who, flat, anchor, check, uneven_dim=0, splits=splits)
 
     def fill(*received: torch.Tensor) -> Tensors:
         pairs = zip(output_tensor_list, received, strict=True)
-        return tuple(filled(entry, part.view(entry.shape)) for entry, part in pairs)
+        return tuple(arguments.fill(entry, part.view(entry.shape)) for entry, part in pairs)
 
     exchange = Map("exchange", call, 0, outgoing, incoming, separate_input=True, separate_output=True)
     return step(exchange, parts, fill)
@@ -120,22 +102,19 @@ def all_to_all_single(
         ``torch.distributed.nn.functional.all_to_all_single``.
     """
     who = members(group, grad)
-    tensor = check_tensor("input", input)
-    check_buffer("output", output, tensor)
+    tensor = arguments.check_tensor("input", input)
+    arguments.check_buffer("output", output, tensor)
     for label, buffer in (("input", tensor), ("output", output)):
         if not buffer.ndim:
             raise ValueError(f"{label} has no dimension to split")
     if output.shape[1:] != tensor.shape[1:]:
         raise ValueError(f"output of shape {tuple(output.shape)} does not take rows of {tuple(tensor.shape)}")
-    outgoing = checked_sizes("input_split_sizes", tensor.shape[0], input_split_sizes, who)
-    incoming = checked_sizes("output_split_sizes", output.shape[0], output_split_sizes, who)
-    check_own_part(outgoing, incoming, who)
+    outgoing = arguments.split_sizes("input_split_sizes", tensor.shape[0], input_split_sizes, who)
+    incoming = arguments.split_sizes("output_split_sizes", output.shape[0], output_split_sizes, who)
     title, splits = "all_to_all_single", (outgoing, incoming)
     call, tensors = prepare(title, who, [tensor], anchor, check, uneven_dim=0, splits=splits)
-    exchange = Map("exchange", call)
-    if input_split_sizes is not None or output_split_sizes is not None:
-        exchange = Map("exchange", call, 0, outgoing, incoming)
-    return step(exchange, tensors, lambda received: filled(output, received))
+    exchange = Map("exchange", call, 0, outgoing, incoming)
+    return step(exchange, tensors, lambda received: arguments.fill(output, received))
 
 
 @collective
@@ -185,12 +164,12 @@ def all_to_all_dim(
         >>> heads = all_to_all_dim(tokens, split_dim=2, cat_dim=1)  # doctest: +SKIP
     """
     who = members(group, grad)
-    tensor = check_tensor("tensor", tensor)
-    split_dim, cat_dim = checked_dim(tensor.ndim, split_dim), checked_dim(tensor.ndim, cat_dim)
-    lengths = checked_sizes("input_sizes", tensor.shape[split_dim], input_sizes, who)
+    tensor = arguments.check_tensor("tensor", tensor)
+    split_dim, cat_dim = (arguments.dimension(tensor.ndim, dim) for dim in (split_dim, cat_dim))
+    lengths = arguments.split_sizes("input_sizes", tensor.shape[split_dim], input_sizes, who)
     kept = list(tensor.shape)
     kept[split_dim] = lengths[who.rank]
-    known = known_sizes("output_sizes", kept[cat_dim], output_sizes, who)
+    known = arguments.known_sizes("output_sizes", kept[cat_dim], output_sizes, who)
     row = math.prod([*tensor.shape[:split_dim], *tensor.shape[split_dim + 1 :]])
     outgoing = tuple(length * row for length in lengths)
 
@@ -215,7 +194,7 @@ def all_to_all_dim(
     # The split dimension goes first, so that every part is contiguous in memory.
     rows = tensor.movedim(split_dim, 0)
 
-    def concatenated(flat: torch.Tensor) -> torch.Tensor:
+    def concatenate(flat: torch.Tensor) -> torch.Tensor:
         if cat_dim == split_dim:
             return flat.view(sum(received), *rows.shape[1:]).movedim(0, split_dim)
         found = [
@@ -225,7 +204,7 @@ def all_to_all_dim(
         return torch.cat(found, cat_dim)
 
     exchange = Map("exchange", call, input_splits=outgoing, output_splits=incoming)
-    return step(exchange, [rows.flatten()], concatenated)
+    return step(exchange, [rows.flatten()], concatenate)
 
 
 @collective
@@ -270,7 +249,7 @@ def permute(
         >>> left_neighbors = permute(keys, ring)  # doctest: +SKIP
     """
     who = members(group, grad)
-    tensor = check_tensor("tensor", tensor)
+    tensor = arguments.check_tensor("tensor", tensor)
     pairs = _pairs(perm)
     for what, ranks in zip(("source", "destination"), zip(*pairs, strict=True), strict=False):
         if len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < who.size:
@@ -285,15 +264,16 @@ def permute(
     # A rank that sends nothing takes part in backward, too.
     parts = [row[:count] for count in outgoing]
 
-    def received(rows: torch.Tensor) -> torch.Tensor:
+    def receive(rows: torch.Tensor) -> torch.Tensor:
         return rows.squeeze(0) if source is not None else zeros_after(rows, tensor)
 
     exchange = Map("exchange", call, 0, outgoing, incoming, separate_input=True)
-    return step(exchange, parts, received)
+    return step(exchange, parts, receive)
 
 
 def _pairs(perm: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the pairs of ranks; raises if ``perm`` is anything else."""
-    if not isinstance(perm, (list, tuple)) or any(len(integers("perm", pair)) != 2 for pair in perm):
+    pairs = [arguments.integers("perm", pair) for pair in perm] if isinstance(perm, (list, tuple)) else None
+    if pairs is None or any(len(pair) != 2 for pair in pairs):
         raise TypeError(f"perm must be a list of pairs of ranks, got {perm!r}")
-    return [(source, destination) for source, destination in perm]
+    return [(source, destination) for source, destination in pairs]

@@ -16,7 +16,7 @@ import torch
 from dist_autograd_collectives import backend, transforms
 from dist_autograd_collectives.arguments import check_tensor
 from dist_autograd_collectives.backend import CollectiveError
-from dist_autograd_collectives.calls import Map, Tensors, Wait
+from dist_autograd_collectives.calls import Call, Map, Tensors, Wait
 from dist_autograd_collectives.transforms import is_batched_gradient, is_traced, outside_function_transforms
 from dist_utils.torch_compat import graph_task_id, profiler_range
 
@@ -47,6 +47,14 @@ def begin_plain(tensor: torch.Tensor, linear_map: Map) -> Wait:
             return wait()
 
     return receive
+
+
+def exchange_lengths(lengths: Sequence[int], like: torch.Tensor, call: Call) -> tuple[int, ...]:
+    """Send each rank a length, and return the lengths that the ranks send to this one."""
+    own = torch.tensor(lengths, dtype=torch.int64, device=like.device)
+    exchange = Map("exchange", call._replace(title=f"{call.title} (sizes)", form=0))
+    (received,) = begin_plain(own, exchange)()
+    return tuple(received.tolist())
 
 
 def _run(tensors: Tensors, linear_map: Map) -> Tensors:
@@ -89,6 +97,11 @@ def _save_something(ctx: Any, like: torch.Tensor) -> None:
     ctx.save_for_backward(like.new_empty(0))
 
 
+def _dense(cotangents: Tensors) -> Tensors:
+    """Return the cotangents, sparse ones as dense tensors."""
+    return tuple(x if x.layout is torch.strided else x.to_dense() for x in cotangents)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, linear_map: Map, *tensors: torch.Tensor) -> Tensors:
@@ -103,7 +116,7 @@ class _Linear(torch.autograd.Function):
         # Even if this rank needs no gradient, the others wait for it.
         with _Naming(ctx.map):
             apply = linear if torch.is_grad_enabled() else _run
-            return None, *apply(cotangents, ctx.map.transposed())
+            return None, *apply(_dense(cotangents), ctx.map.transpose())
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> Tensors:
@@ -121,11 +134,7 @@ class Flight:
     def __init__(self, linear_map: Map) -> None:
         self.map = linear_map
         self.backwards: dict[int, Flight] = {}  # by the backward pass that they belong to
-        self._wait: Wait | None = None
-
-    def begin(self, tensors: Tensors) -> None:
-        """Start the map; :meth:`receive` waits for it."""
-        self._wait = _begin(tensors, self.map)
+        self.wait: Wait | None = None
 
     def launch(self, tensors: Tensors) -> torch.Tensor:
         """Start the map; return the token for :meth:`arrive`."""
@@ -137,19 +146,13 @@ class Flight:
         results: Tensors = _Arrive.apply(self, token)  # type: ignore[no-untyped-call]
         return results
 
-    def receive(self) -> Tensors:
-        """Wait for what this rank receives; may be called once."""
-        wait, self._wait = self._wait, None
-        assert wait is not None
-        return wait()
-
 
 class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: Flight, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.flight = flight
         with profiler_range(flight.map.range_name(":start")):
-            flight.begin(tensors)
+            flight.wait = _begin(tensors, flight.map)
         _save_something(ctx, tensors[0])
         return tensors[0].new_empty(0)
 
@@ -166,16 +169,18 @@ class _Arrive(torch.autograd.Function):
     def forward(ctx: Any, flight: Flight, token: torch.Tensor) -> Tensors:  # noqa: ARG004 - for autograd
         ctx.flight = flight
         with profiler_range(flight.map.range_name(":wait")):
-            return flight.receive()
+            wait, flight.wait = flight.wait, None  # a result is not kept as long as the graph
+            assert wait is not None
+            return wait()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         flight: Flight = ctx.flight
-        backward = Flight(flight.map.transposed())
+        backward = Flight(flight.map.transpose())
         # One that a pass left behind, because it raised in between, is never waited for.
         flight.backwards[graph_task_id()] = backward
         with _Naming(flight.map):
-            return None, backward.launch(cotangents)
+            return None, backward.launch(_dense(cotangents))
 
 
 def connect(loss: torch.Tensor, *outputs: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -50,10 +50,10 @@ class Reduction(NamedTuple):
 
     @property
     def is_sum(self) -> bool:
-        """Whether it is a sum of scaled inputs, and so linear."""
+        """Whether it is a sum of summands that are linear in the inputs."""
         return self.name in ("SUM", "AVG")
 
-    def scaled(self, tensor: torch.Tensor) -> torch.Tensor:
+    def summand(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's summand in a sum over the ranks, which is finite if the mean is."""
         if self.name != "AVG":
             return tensor
@@ -61,22 +61,22 @@ class Reduction(NamedTuple):
             return torch.complex(_share(tensor.real, self.size), _share(tensor.imag, self.size))
         return _share(tensor, self.size) if tensor.is_floating_point() else tensor.to(torch.int64)
 
-    def finished(self, total: torch.Tensor) -> torch.Tensor:
-        """Return the result for a sum of scaled tensors; a mean of integers is rounded towards zero."""
+    def result(self, total: torch.Tensor) -> torch.Tensor:
+        """Return the result for the sum of the summands; a mean of integers is rounded towards zero."""
         if self.name == "AVG" and not _has_fractions(total):
             return torch.div(total, self.size, rounding_mode="trunc").to(self.dtype)
         return total.to(self.dtype)
 
-    def reduced(self, stacked: torch.Tensor) -> torch.Tensor:
+    def reduce(self, stacked: torch.Tensor) -> torch.Tensor:
         """Reduce over dimension 0, which has one entry per rank in rank order, if it is not a sum."""
         name, dtype = self.name, stacked.dtype
         if wide_dtype(dtype) != dtype:
-            return self.reduced(stacked.to(wide_dtype(dtype))).to(dtype)
+            return self.reduce(stacked.to(wide_dtype(dtype))).to(dtype)
         if name == "PRODUCT":
             # Not torch.prod, whose gradient is y / x: wrong where y is 0 or infinite and x is not.
-            return reduce(operator.mul, stacked.unbind(0))
+            return functools.reduce(operator.mul, stacked.unbind(0))
         if name in _BITWISE:
-            return reduce(_BITWISE[name], stacked.unbind(0))
+            return functools.reduce(_BITWISE[name], stacked.unbind(0))
         extremum = torch.amax if name == "MAX" else torch.amin
         if not stacked.is_floating_point():
             return extremum(stacked, 0)
@@ -140,13 +140,6 @@ def sum_of_two(first: torch.Tensor, second: torch.Tensor, into: torch.Tensor) ->
     if into.is_inference():  # inference mode may have ended since
         return first + second
     return torch.add(first, second, out=into)
-
-
-def padded_parts(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Return all elements in rows of one length, padded with zeros at the end."""
-    length = -(-x.numel() // count)
-    padded = torch.nn.functional.pad(x.flatten(), (0, length * count - x.numel()))
-    return padded.view(count, length)
 
 
 def zeros_after(received: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -8,20 +8,11 @@ from typing import TypeVar
 import torch
 from torch.distributed import ReduceOp
 
-from dist_autograd_collectives.arguments import (
-    check_buffer,
-    check_tensor,
-    checked_dim,
-    checked_sizes,
-    filled,
-    one_for_each,
-    one_kind,
-    root_in_group,
-)
+from dist_autograd_collectives import arguments
 from dist_autograd_collectives.calls import Call, Convention, Map, Tensors, members
 from dist_autograd_collectives.collective import collective, identity, prepare, step
-from dist_autograd_collectives.copies import join, padded, pieces
-from dist_autograd_collectives.reductions import ReduceOperation, Reduction, padded_parts, zeros_after
+from dist_autograd_collectives.parts import join, pad, pieces
+from dist_autograd_collectives.reductions import ReduceOperation, Reduction, zeros_after
 from dist_utils import GroupLike
 
 T = TypeVar("T")
@@ -79,7 +70,7 @@ def all_reduce(
         >>> total = all_reduce(tensor)  # doctest: +SKIP
     """
     who = members(group, grad)
-    tensor = check_tensor("tensor", tensor)
+    tensor = arguments.check_tensor("tensor", tensor)
     reduction = Reduction.parse(op, tensor, who.size)
     call, (tensor,) = prepare(f"all_reduce({reduction.name})", who, [tensor], anchor, check, grad=grad)
     return _reduce_for_all(tensor, call, reduction, identity)
@@ -124,16 +115,16 @@ def reduce(
         ``torch.distributed.nn.functional.reduce``, whose gradient ignores ``op``.
     """
     who = members(group, grad)
-    root = root_in_group(group, who, dst, group_dst, "dst")
-    tensor = check_tensor("tensor", tensor)
+    root = arguments.root_in_group(group, who, dst, group_dst, "dst")
+    tensor = arguments.check_tensor("tensor", tensor)
     reduction = Reduction.parse(op, tensor, who.size)
     call, (tensor,) = prepare(f"reduce({reduction.name})", who, [tensor], anchor, check, terms=f" to {root}")
     if reduction.is_sum:
-        summand = reduction.scaled(tensor)
-        return step(Map("reduce", call, root), [summand], reduction.finished)
+        summand = reduction.summand(tensor)
+        return step(Map("reduce", call, root), [summand], reduction.result)
 
     def reduced(rows: torch.Tensor) -> torch.Tensor:
-        return reduction.reduced(rows) if who.rank == root else zeros_after(rows, tensor)
+        return reduction.reduce(rows) if who.rank == root else zeros_after(rows, tensor)
 
     return step(Map("gather", call, root), [tensor.unsqueeze(0)], reduced)
 
@@ -173,12 +164,12 @@ def reduce_scatter(
         ``torch.distributed.nn.functional.reduce_scatter``, whose gradient ignores ``op``.
     """
     who = members(group, grad)
-    check_buffer("output", output, output)
-    input_list = one_for_each("input_list", input_list, who, like=output)
+    arguments.check_buffer("output", output, output)
+    input_list = arguments.one_for_each("input_list", input_list, who, like=output)
     reduction = Reduction.parse(op, output, who.size)
     title = f"reduce_scatter({reduction.name})"
     call, parts = prepare(title, who, input_list, anchor, check)
-    return _reduce_for_each(parts, call, reduction, lambda part: filled(output, part))
+    return _reduce_for_each(parts, call, reduction, lambda part: arguments.fill(output, part))
 
 
 @collective
@@ -223,14 +214,14 @@ def reduce_scatter_dim(
         ``torch.distributed._functional_collectives.reduce_scatter_tensor``, whose gradient covers SUM only.
     """
     who = members(group, grad)
-    tensor = check_tensor("tensor", tensor)
-    dim = checked_dim(tensor.ndim, dim)
-    lengths = checked_sizes("sizes", tensor.shape[dim], sizes, who)
+    tensor = arguments.check_tensor("tensor", tensor)
+    dim = arguments.dimension(tensor.ndim, dim)
+    lengths = arguments.split_sizes("sizes", tensor.shape[dim], sizes, who)
     reduction = Reduction.parse(op, tensor, who.size)
     title, terms = f"reduce_scatter_dim({reduction.name})", f", {dim}, {list(lengths)}"
     call, (tensor,) = prepare(title, who, [tensor], anchor, check, terms=terms)
     longest, mine = max(lengths), lengths[who.rank]
-    parts = [padded(part, longest) for part in torch.split(tensor.movedim(dim, 0), list(lengths))]
+    parts = [pad(part, longest) for part in torch.split(tensor.movedim(dim, 0), list(lengths))]
     return _reduce_for_each(parts, call, reduction, lambda part: part[:mine].movedim(0, dim))
 
 
@@ -264,7 +255,7 @@ def copy_to_group(
     Source:
         Megatron-LM's ``copy_to_tensor_model_parallel_region``; ``jax.lax.pvary``.
     """
-    tensor, who = check_tensor("tensor", tensor), members(group)
+    tensor, who = arguments.check_tensor("tensor", tensor), members(group)
     # What comes back is summed as if the loss were one that all ranks compute.
     call, tensors = prepare(
         "copy_to_group", who, [tensor], anchor, check, grad="replicated", communicates=False
@@ -306,7 +297,7 @@ def all_reduce_coalesced(
         ``torch.distributed._functional_collectives.all_reduce_coalesced``.
     """
     who = members(group, grad)
-    tensors = one_kind("tensors", tensors)
+    tensors = arguments.one_kind("tensors", tensors)
     reduction = Reduction.parse(op, tensors[0], who.size)
     title = f"all_reduce_coalesced({reduction.name})"
     call, tensors = prepare(title, who, tensors, anchor, check, grad=grad)
@@ -351,11 +342,11 @@ def reduce_scatter_dim_coalesced(
         ``torch.distributed._functional_collectives.reduce_scatter_tensor_coalesced``.
     """
     who = members(group, grad)
-    tensors = one_kind("tensors", tensors)
+    tensors = arguments.one_kind("tensors", tensors)
     reduction = Reduction.parse(op, tensors[0], who.size)
-    dims = [checked_dim(tensor.ndim, dim) for tensor in tensors]
+    dims = [arguments.dimension(tensor.ndim, dim) for tensor in tensors]
     for tensor, place in zip(tensors, dims, strict=True):
-        checked_sizes(f"dimension {place}", tensor.shape[place], None, who)
+        arguments.split_sizes(f"dimension {place}", tensor.shape[place], None, who)
     title = f"reduce_scatter_dim_coalesced({reduction.name})"
     call, tensors = prepare(title, who, tensors, anchor, check, terms=f", {dims}")
     rows = [tensor.movedim(place, 0) for tensor, place in zip(tensors, dims, strict=True)]
@@ -379,12 +370,12 @@ def _reduce_for_each(
     ring, and uses torch's own gradients.
     """
     if reduction.is_sum:
-        summands = [reduction.scaled(part) for part in parts]
+        summands = [reduction.summand(part) for part in parts]
         sums = Map("reduce_scatter", call, separate_input=True)
-        return step(sums, summands, lambda total: then(reduction.finished(total)))
+        return step(sums, summands, lambda total: then(reduction.result(total)))
     rows = (1,) * reduction.size
     exchange = Map("exchange", call, input_splits=rows, output_splits=rows, separate_input=True)
-    return step(exchange, [part.unsqueeze(0) for part in parts], lambda rows: then(reduction.reduced(rows)))
+    return step(exchange, [part.unsqueeze(0) for part in parts], lambda rows: then(reduction.reduce(rows)))
 
 
 def _reduce_for_all(
@@ -392,11 +383,13 @@ def _reduce_for_all(
 ) -> T:
     """Reduce a tensor for all ranks."""
     if reduction.is_sum:
-        summand = reduction.scaled(tensor)
-        return step(Map("all_reduce", call), [summand], lambda total: then(reduction.finished(total)))
+        summand = reduction.summand(tensor)
+        return step(Map("all_reduce", call), [summand], lambda total: then(reduction.result(total)))
 
     def gather(part: torch.Tensor) -> T:
         whole = lambda flat: then(flat[: tensor.numel()].view(tensor.shape))  # noqa: E731
         return step(Map("all_gather", call), [part], whole)
 
-    return _reduce_for_each(padded_parts(tensor, reduction.size).unbind(0), call, reduction, gather)
+    length = -(-tensor.numel() // reduction.size)
+    rows = pad(tensor.flatten(), length * reduction.size).view(reduction.size, length)
+    return _reduce_for_each(rows.unbind(0), call, reduction, gather)

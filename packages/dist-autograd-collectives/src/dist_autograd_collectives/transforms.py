@@ -88,8 +88,8 @@ def _map(*arguments: Any) -> Map:
     return Map(kind, call, root, tuple(input_splits), tuple(output_splits), order=order)
 
 
-def _transposed(*arguments: Any) -> tuple[Any, ...]:
-    return _arguments(_map(*arguments).transposed())
+def _transpose(*arguments: Any) -> tuple[Any, ...]:
+    return _arguments(_map(*arguments).transpose())
 
 
 def _run(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -115,6 +115,16 @@ def _record(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     if not linear_map.needs_others:
         return backend.local_result((x,), linear_map)[0]
     return backend.start_traceable(x, linear_map)()
+
+
+def _view_of_one_call(x: torch.Tensor, number: int) -> torch.Tensor:
+    """Return a view of the whole tensor that only one call in a graph has.
+
+    AOTAutograd merges equal expressions. Where two tensors are one on this rank only, two calls would become
+    one here and stay two on the other ranks. Inductor first removes slices and copies of the whole, but no
+    selections: here the one with this number of more copies than that, which take no memory.
+    """
+    return x.expand(number + 1, *x.shape).select(0, number)
 
 
 # One operator for all maps, so that compiled transforms find its rules; linear in its tensor. Dynamo and
@@ -153,7 +163,7 @@ def _one_level() -> Any:
         @staticmethod
         def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
             nothing = (None,) * (1 + len(ctx.arguments))
-            return _operator(cotangent, *_transposed(*ctx.arguments)), *nothing
+            return _operator(cotangent, *_transpose(*ctx.arguments)), *nothing
 
         @staticmethod
         def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
@@ -178,8 +188,9 @@ def _trace(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any)
     """Record the operator as one, so that nothing tears its start and its wait apart; or for a compiler."""
     if not _for_compiler():
         return cast("torch.Tensor", mode.__torch_dispatch__(func, types, args, kwargs))
+    x, *arguments = args
     with mode:
-        return _record(*args)
+        return _record(_view_of_one_call(x, len(mode.tracer.graph.nodes)), *arguments)
 
 
 _LIBRARY.impl(_operator, _run, "CompositeExplicitAutograd")

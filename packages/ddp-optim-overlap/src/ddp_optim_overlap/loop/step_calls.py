@@ -2,50 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
+import gc
+import inspect
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ddp_optim_overlap.errors import ConfigError, OverlapError
-from ddp_optim_overlap.loop.gradient_watch import GradientWatch, is_capturing
-from ddp_optim_overlap.loop.replaced_step import Answers, ReplacedStep, require_ended
+from ddp_optim_overlap.errors import ConfigError
+from ddp_optim_overlap.loop.replaced_step import ReplacedStep, replaced_step_of
 from ddp_optim_overlap.loop.step_inputs import Comparison, StepInputs
 from ddp_optim_overlap.optimizers.partial_steps import parameters_of
-from ddp_optim_overlap.optimizers.step_hooks import step_post_hooks, step_pre_hooks
-from ddp_optim_overlap.phase import OverlapState, Phase
-
-__all__ = ["Overlap", "StepCalls"]
-
-
-class Overlap(Protocol):
-    """What the loop asks an engine.
-
-    Attributes:
-        state: What the overlap is doing.
-        gradients: Which gradients have come.
-    """
-
-    state: OverlapState
-    gradients: GradientWatch
-
-    @property
-    def paused(self) -> bool:
-        """Whether passes are only averaged."""
-
-    @property
-    def releases(self) -> bool:
-        """Whether gradients are freed when they are stepped with."""
-
-    def require_outside_pass(self) -> None:
-        """Raise the first error, or raise if a backward pass runs or was left."""
-
-    def fail(self, error: OverlapError) -> OverlapError:
-        """Keep an error as the first one, and tell the other ranks; return what is to be raised."""
+from ddp_optim_overlap.optimizers.step_hooks import step_post_hooks
+from ddp_optim_overlap.passes.engine import Engine
+from ddp_optim_overlap.passes.gradient_watch import is_capturing
+from ddp_optim_overlap.passes.phase import Phase
 
 
 class _Habit(Enum):
@@ -56,12 +29,12 @@ class _Habit(Enum):
     LEAVES_OUT = "it does not call step()"
 
 
-class StepCalls(Answers):
+class StepCalls:
     """Makes the loop's calls of ``optimizer.step()`` harmless after a backward pass that has stepped.
 
     The first call does not step. It checks that the inputs of the step were not changed afterwards, raises
-    errors with their type, and runs the optimizer's step hooks. A closure runs first; its backward pass may
-    be the one that steps. Any other call is an ordinary step.
+    errors with their type, and runs the optimizer's step hooks. A closure runs first, once; its backward pass
+    may be the one that steps. Any other call is an ordinary step.
 
     Args:
         optimizers: The user's optimizers.
@@ -69,7 +42,7 @@ class StepCalls(Answers):
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
-        self._overlap: weakref.ref[Overlap] | None = None
+        self._engine: Callable[[], Engine | None] | None = None
         self._replaced: list[ReplacedStep] = []
         self._pending: dict[torch.optim.Optimizer, StepInputs] = {}
         """The optimizers that the last pass stepped and whose ``step()`` was not called since."""
@@ -78,16 +51,7 @@ class StepCalls(Answers):
         self._unread: list[Comparison] = []
         """Comparisons on accelerators, whose answers are read late to avoid waiting."""
 
-    def attach(self, overlap: Overlap) -> None:
-        """Follow the passes of this engine.
-
-        Raises:
-            ConfigError: An optimizer is overlapped already.
-        """
-        if self._overlap is not None:
-            require_ended(weakref.ref(self), type(self._optimizers[0]).__name__)
-        self.replace()
-        self._overlap = weakref.ref(overlap)  # the engine refers to this object: a cycle otherwise
+    # ---- an overlap begins and ends ----
 
     def replace(self) -> None:
         """Replace ``optimizer.step()``; done before an engine is made, for the sake of closures.
@@ -95,15 +59,31 @@ class StepCalls(Answers):
         Raises:
             ConfigError: An optimizer is overlapped already.
         """
-        if not self._replaced:
-            self._replaced = [ReplacedStep(optimizer, self) for optimizer in self._optimizers]
+        if self._replaced:
+            return
+        for optimizer in self._optimizers:
+            earlier = replaced_step_of(optimizer)
+            if earlier is not None:
+                _require_ended(earlier.instead, optimizer)
+                earlier.restore()
+        self._replaced = [ReplacedStep(one, self._call, self._guard) for one in self._optimizers]
 
+    def attach(self, engine: Engine) -> None:
+        """Follow the passes of this engine.
+
+        Raises:
+            ConfigError: An optimizer is overlapped already.
+        """
+        if self._engine is not None:
+            _require_ended(weakref.WeakMethod(self._call), self._optimizers[0])
+        self.replace()
+        self._engine = weakref.ref(engine)  # which refers to this object: a cycle otherwise
+
+    @property
     def is_active(self) -> bool:
         """Whether passes may step: an engine does, or one is still to be made."""
-        if self._overlap is None:
-            return True
-        overlap = self._overlap()
-        return overlap is not None and overlap.state.phase is not Phase.REMOVED
+        engine = None if self._engine is None else self._engine()
+        return self._engine is None or (engine is not None and engine.state.phase is not Phase.REMOVED)
 
     def remove(self) -> bool:
         """Restore ``optimizer.step()``, unless the call for a pass that has stepped is still to come.
@@ -111,10 +91,25 @@ class StepCalls(Answers):
         Returns:
             Whether it is still to come.
         """
-        pending = any(map(self.is_pending, self._optimizers))
+        engine = self._current()
+        failed = engine is not None and engine.state.phase is Phase.FAILED
+        pending = not failed and any(map(self._is_pending, self._optimizers))
         if not pending:
             self._leave()
         return pending
+
+    def _leave(self) -> None:
+        engine = self._current()
+        if engine is not None and engine.state.phase is Phase.REMOVED:
+            engine.gradients.stop()
+        while self._replaced:
+            self._replaced.pop().restore()
+        self._pending.clear()
+
+    def _current(self) -> Engine | None:
+        return None if self._engine is None or not self._replaced else self._engine()
+
+    # ---- a pass ----
 
     def begin(self) -> None:
         """Check the loop when a backward pass that will step begins.
@@ -149,107 +144,79 @@ class StepCalls(Answers):
         if any(comparison.found() for comparison in unread):
             self._refuse_change(_SAMPLED, "the last backward() and its step()")
 
-    def is_pending(self, optimizer: torch.optim.Optimizer) -> bool:
+    # ---- a call of step() ----
+
+    def _call(
+        self, optimizer: torch.optim.Optimizer, call: inspect.BoundArguments, step_now: Callable[[], Any]
+    ) -> Any:
+        """Do what a call of ``optimizer.step()`` means; return the closure's loss or the step's result."""
+        loss, closure = None, call.arguments.get("closure")
+        if callable(closure) and self._is_first_to_run_closure(optimizer):
+            loss = self._run(closure)
+            closure, call.arguments["closure"] = None, lambda: loss
+        engine = self._current()  # the closure may have made it
+        if engine is None:
+            return step_now()
+        if engine.state.phase is not Phase.REMOVED:
+            engine.require_outside_pass()
+        if self._is_pending(optimizer):
+            _refuse_arguments({**call.arguments, "closure": closure})
+            self._settle(engine, optimizer)
+            return loss
+        if self._pending:
+            self._forget_pending(engine)
+        if engine.state.phase is Phase.REMOVED:
+            self._leave()
+        elif engine.release is not None and engine.gradients.none_since_step:
+            _require_gradients(optimizer)
+        return step_now()  # after pause() or no_sync(), or once more
+
+    def _guard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if the step of a backward pass would be repeated."""
+        if self._is_pending(optimizer):
+            raise ConfigError(
+                f"the last backward pass has stepped {type(optimizer).__name__}, and its class's step() was "
+                "called, which would step again: call optimizer.step(), and look it up after "
+                "overlap_optimizer, which replaces it"
+            )
+
+    def _is_pending(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the last pass has stepped an optimizer whose ``step()`` was not called since."""
-        overlap = self._current()
+        engine = self._current()
         return (
-            overlap is not None
+            engine is not None
             and optimizer in self._pending
-            and overlap.state.phase in (Phase.STEPPED, Phase.CLOSURE, Phase.REMOVED)
-            and overlap.gradients.none_since_step
+            and engine.state.phase in (Phase.STEPPED, Phase.REMOVED)
+            and engine.gradients.none_since_step
         )
 
-    def before_closure(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[object] | None:
-        """Return a context for a closure, which may step; ``None`` if the ordinary step is to run it."""
-        overlap = self._current()
-        if overlap is None:
-            return contextlib.nullcontext() if self._replaced else None  # the closure may make the engine
-        pending = self.is_pending(optimizer)
-        if overlap.paused or overlap.state.phase is Phase.REMOVED:
-            if pending:
-                raise ConfigError("the parameters are stepped already: a closure would come too late")
-            return None
-        overlap.require_outside_pass()
-        self._refuse_late_call(overlap, optimizer)
-        self._habit = _Habit.CALLS  # the closure's pass may step
-        return _closure_running(overlap, pending=pending)
-
-    def is_done(self, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> bool:
-        """Whether this call of ``optimizer.step()`` has nothing left to do; raises pending errors.
-
-        Args:
-            optimizer: One of the optimizers.
-            given: The non-empty arguments of the call by name, without the closure, which has run.
-        """
-        overlap = self._current()
-        if overlap is None:
+    def _is_first_to_run_closure(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a closure runs before any step, because its backward pass may be the one that steps."""
+        engine = self._current()
+        if engine is None:
+            return self._engine is None  # the closure may make it
+        if engine.paused or engine.state.phase is Phase.REMOVED:
             return False
-        removed = overlap.state.phase is Phase.REMOVED
-        if not removed:
-            overlap.require_outside_pass()
-        if self.is_pending(optimizer):
-            if given:
-                raise ConfigError(
-                    f"the parameters are stepped already: {', '.join(given)} for step() would come too late"
-                )
-            self._settle(overlap, optimizer)
-            return True
-        if self._pending:
-            self._forget_pending(overlap)
-        if removed:
-            self._leave()
-        elif overlap.releases and overlap.gradients.none_since_step:
-            _require_gradients(optimizer)
-        return False  # an ordinary step, after pause() or no_sync() or once more
+        engine.require_outside_pass()
+        self._refuse_late_call(engine, optimizer)
+        self._habit = _Habit.CALLS
+        return True
 
-    def _leave(self) -> None:
-        while self._replaced:
-            self._replaced.pop().restore()
-        self._pending.clear()
-        overlap = self._current()
-        if overlap is not None and overlap.state.phase is Phase.REMOVED:
-            overlap.gradients.stop()
-
-    def _current(self) -> Overlap | None:
-        return None if self._overlap is None or not self._replaced else self._overlap()
-
-    def _refuse_left_out_call(self) -> None:
-        """Raise if the loop has called ``step()`` after earlier passes and not after the last one."""
-        if self._pending and self._habit is _Habit.CALLS:
-            names = ", ".join(type(optimizer).__name__ for optimizer in self._pending)
-            raise ConfigError(
-                f"step() of {names} was not called after the last backward pass, as it was before, and that "
-                "pass has stepped already. Call handle.pause() around a backward pass that is to step "
-                "nothing, or not everything"
-            )
-
-    @staticmethod
-    def _refuse_used_gradients(overlap: Overlap) -> None:
-        """Raise if gradients have come since the last pass, and some that it has used are still there."""
-        if overlap.gradients.some_used_are_left():
-            raise ConfigError(
-                "gradients have come between backward() and step(), after the step had been done: let all of "
-                "them come in no_sync() passes before the last one, or use the ordinary loop with the same "
-                "communication hook"
-            )
-
-    def _forget_pending(self, overlap: Overlap) -> None:
-        """Forget a pass whose ``step()`` was left out before an ordinary one; raise if that is none."""
+    def _run(self, closure: Callable[[], Any]) -> Any:
         try:
-            self._refuse_left_out_call()
-            self._refuse_used_gradients(overlap)
-        except ConfigError as error:
-            raise overlap.fail(error) from None
-        self._pending.clear()
-        self._habit = _Habit.LEAVES_OUT
-        if overlap.state.phase is Phase.STEPPED:
-            overlap.state.settle()
+            with torch.enable_grad():
+                return closure()
+        except RuntimeError:  # backward() raises its errors as RuntimeError
+            engine = self._current()
+            if engine is not None:
+                engine.state.raise_error()
+            raise
 
-    def _settle(self, overlap: Overlap, optimizer: torch.optim.Optimizer) -> None:
+    def _settle(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         """Match a call of ``step()`` with the step of the last pass; raise if they do not fit."""
-        self._refuse_late_call(overlap, optimizer)
+        self._refuse_late_call(engine, optimizer)
         inputs = self._pending[optimizer]
-        changed = inputs.changed(optimizer)
+        changed = inputs.find_change(optimizer)
         if changed is None and getattr(optimizer, "found_inf", None) is not None:
             changed = "a GradScaler called step()"
         if changed is not None:
@@ -258,11 +225,27 @@ class StepCalls(Answers):
         self._habit = _Habit.CALLS
         del self._pending[optimizer]
         if not self._pending:
-            overlap.state.settle()
-            if overlap.state.phase is Phase.REMOVED:
+            engine.state.settle()
+            if engine.state.phase is Phase.REMOVED:
                 self._leave()
-        if step_pre_hooks(optimizer) or step_post_hooks(optimizer):
-            _run_step_hooks(optimizer)
+        _run_step_hooks(optimizer)
+
+    def _forget_pending(self, engine: Engine) -> None:
+        """Forget a pass whose ``step()`` was left out before an ordinary one; raise if that is none."""
+        try:
+            self._refuse_left_out_call()
+            if engine.gradients.some_used_are_left():
+                raise ConfigError(  # noqa: TRY301
+                    "gradients have come between backward() and step(), after the step had been done: let "
+                    "all of them come in no_sync() passes before the last one, or use the ordinary loop with "
+                    "the same communication hook"
+                )
+        except ConfigError as error:
+            raise engine.state.fail(error) from None
+        self._pending.clear()
+        self._habit = _Habit.LEAVES_OUT
+        if engine.state.phase is Phase.STEPPED:
+            engine.state.settle()
 
     def _compare_on_device(self, optimizer: torch.optim.Optimizer, inputs: StepInputs) -> None:
         """Start a comparison of what lies on accelerators; wait for the first one of an optimizer.
@@ -286,13 +269,23 @@ class StepCalls(Answers):
             "to overlap_optimizer, or use the ordinary loop with the same communication hook. For a norm "
             "that is only looked at: torch.nn.utils.get_total_norm"
         )
-        overlap = self._current()
-        raise error if overlap is None else overlap.fail(error)
+        engine = self._current()
+        raise error if engine is None else engine.state.fail(error)
 
-    def _refuse_late_call(self, overlap: Overlap, optimizer: torch.optim.Optimizer) -> None:
+    def _refuse_left_out_call(self) -> None:
+        """Raise if the loop has called ``step()`` after earlier passes and not after the last one."""
+        if self._pending and self._habit is _Habit.CALLS:
+            names = ", ".join(type(optimizer).__name__ for optimizer in self._pending)
+            raise ConfigError(
+                f"step() of {names} was not called after the last backward pass, which has stepped already: "
+                "call it after every pass, let the closure of step(closure) call the only backward(), and "
+                "call handle.pause() around a backward pass that is to step nothing, or not everything"
+            )
+
+    def _refuse_late_call(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         """Raise if passes stepped more than this call of ``step()`` stands for, or in a different order."""
         if self._habit is _Habit.LEAVES_OUT and self._pending:
-            raise overlap.fail(
+            raise engine.state.fail(
                 ConfigError(
                     "several backward passes have stepped, and step() is called for the first time: each of "
                     "them was a step. Call step() after every backward pass or after none, and "
@@ -312,14 +305,39 @@ class StepCalls(Answers):
 _SAMPLED = "gradients or parameters were changed (clipped, unscaled, ...)"
 
 
-@contextlib.contextmanager
-def _closure_running(overlap: Overlap, *, pending: bool) -> Iterator[None]:
-    with overlap.state.closure() if pending else contextlib.nullcontext():
-        try:
-            yield
-        except RuntimeError:  # backward() raises its errors as RuntimeError
-            overlap.state.raise_error()
-            raise
+def _require_ended(instead: weakref.WeakMethod[Callable[..., Any]], optimizer: torch.optim.Optimizer) -> None:
+    """Raise if an overlap of an optimizer has not ended.
+
+    Args:
+        instead: A method of the overlap's :class:`StepCalls`.
+        optimizer: The optimizer.
+
+    Raises:
+        ConfigError: It may still step.
+    """
+
+    def is_active() -> bool:
+        method: Any = instead()
+        return method is not None and method.__self__.is_active
+
+    if is_active():
+        gc.collect()  # a model is part of cycles, and may be waiting for this
+        if is_active():
+            raise ConfigError(
+                f"{type(optimizer).__name__} is overlapped already, and both would step it: remove() the "
+                "earlier overlap first, or give each model an optimizer of its own"
+            )
+
+
+def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise if ``step()`` was given anything besides its optimizer, after the step had been done."""
+    given = [
+        name
+        for name, value in list(arguments.items())[1:]
+        if value is not None and not (isinstance(value, (tuple, dict)) and not value)
+    ]
+    if given:
+        raise ConfigError(f"the parameters are stepped already: {', '.join(given)} would come too late")
 
 
 def _require_gradients(optimizer: torch.optim.Optimizer) -> None:

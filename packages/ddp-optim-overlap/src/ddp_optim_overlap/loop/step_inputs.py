@@ -8,19 +8,18 @@ the host wait, so a sample is compared on the device, and the answer is read whe
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ddp_optim_overlap.loop.gradient_watch import gradient_marks, tensor_versions
+from ddp_optim_overlap.optimizers.equality import same_value
 from ddp_optim_overlap.optimizers.partial_steps import parameters_of
+from ddp_optim_overlap.passes.gradient_watch import GradientMark, gradient_marks, tensor_versions
 from dist_utils.torch_compat import tensor_version
 
-__all__ = ["Comparison", "DeviceSample", "Options", "StepInputs", "options_of"]
-
-Options = list[dict[str, Any]]
-"""The options of every group that ``==`` can compare."""
+_DeviceValues = dict[tuple[torch.device, torch.dtype], torch.Tensor]
+"""Values of tensors on accelerators, put together by device and dtype."""
 
 
 class StepInputs:
@@ -31,51 +30,55 @@ class StepInputs:
     sample of states.
 
     Args:
-        optimizer: The optimizer that has just been stepped.
-        options: The options that the step has read.
-        state: The state that the step has read.
+        optimizer: The optimizer that is about to be stepped.
 
     Attributes:
-        parameters: The parameters of all its groups, in order.
+        parameters: The parameters of all its groups, in order, once it is stepped.
         marks: The marks of their gradients.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        options: Options,
-        state: Mapping[torch.Tensor, Any],
-    ) -> None:
-        self._groups = options
-        self._state = state
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._options, self._state = _options_of(optimizer), optimizer.state
+        self.parameters: list[torch.Tensor] = []
+        self.marks: list[GradientMark] = []
+        self._versions: list[int] = []
+        self._sample: list[tuple[torch.Tensor, tuple[bytes, list[Any], bytes]]] = []
+        self._on_device: _DeviceValues = {}
+
+    def record(self, optimizer: torch.optim.Optimizer, options_set: dict[int, dict[str, Any]]) -> None:
+        """Record what the step has left.
+
+        Args:
+            optimizer: The same optimizer.
+            options_set: The options that the step itself has set, by group.
+        """
+        for number, values in options_set.items():
+            self._options[number].update(_comparable(values))
         self.parameters = parameters = parameters_of(optimizer)
         self._versions = tensor_versions(parameters)
         self.marks = gradient_marks(parameters)
         every = max(1, len(parameters) // _SAMPLED)
         self._sample = [(one, _contents(one, optimizer)) for one in parameters[::every]]
-        self._on_device = DeviceSample(self._sampled())
+        self._on_device = self._device_values()
 
     def compare_on_device(self) -> Comparison | None:
-        """Start comparing what lies on accelerators, whose memory :meth:`changed` does not read."""
-        return None if self._on_device.empty else self._on_device.compare(self._sampled())
+        """Start comparing what lies on accelerators, whose memory :meth:`find_change` does not read."""
+        return Comparison(self._on_device, self._device_values()) if self._on_device else None
 
-    def _sampled(self) -> list[torch.Tensor | None]:
-        return [tensor for parameter, _ in self._sample for tensor in (parameter, parameter.grad)]
-
-    def changed(self, optimizer: torch.optim.Optimizer) -> str | None:
+    def find_change(self, optimizer: torch.optim.Optimizer) -> str | None:
         """Name what was changed since, even if the new bits are the old ones; ``None`` if nothing was.
 
         Args:
             optimizer: The same optimizer.
         """
+        options = _options_of(optimizer)
         if optimizer.state is not self._state:
             return "the optimizer's state was loaded"
-        if len(optimizer.param_groups) != len(self._groups):
+        if len(options) != len(self._options):
             return "parameter groups were added or taken away"
-        for number, (before, now) in enumerate(zip(self._groups, options_of(optimizer), strict=True)):
+        for number, (before, now) in enumerate(zip(self._options, options, strict=True)):
             for name, value in before.items():
-                other = now.get(name)
-                if value is not other and not _equal(value, other):
+                if not same_value(value, now.get(name)):
                     return f"{name} of parameter group {number} was changed"
         parameters = parameters_of(optimizer)
         if tensor_versions(parameters) != self._versions:
@@ -88,21 +91,26 @@ class StepInputs:
             return "gradients were changed (clipped, unscaled, set to None, ...)"
         return None
 
+    def _device_values(self) -> _DeviceValues:
+        """Return the first values of sampled tensors, at this point of the device's stream.
 
-def _equal(one: Any, other: Any) -> bool:
-    """Return whether two values are equal; arrays, whose ``==`` has no single answer, are not."""
-    try:
-        return bool(one == other) or (one != one and other != other)  # noqa: PLR0124 - NaN
-    except (RuntimeError, TypeError, ValueError):
-        return False
+        Costs one kernel for each dtype and device, and three for each comparison. No tensor is kept.
+        """
+        by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for parameter, _ in self._sample:
+            for tensor in (parameter, parameter.grad):
+                if tensor is not None and tensor.device.type not in _READ_AT_ONCE and _is_dense(tensor):
+                    first = tensor.detach().as_strided((min(tensor.numel(), _VALUES),), (1,))
+                    by_kind.setdefault((tensor.device, tensor.dtype), []).append(first)
+        return {kind: torch.cat(values) for kind, values in by_kind.items()}
 
 
-def options_of(optimizer: torch.optim.Optimizer) -> Options:
-    """Return an optimizer's options; for a tensor, such as a learning rate, its identity and version."""
-    return [_options(group) for group in optimizer.param_groups]
+def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [_comparable(group) for group in optimizer.param_groups]
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
+def _comparable(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options for a later comparison: the number of parameters, identity and version of a tensor."""
     return {
         name: len(value)
         if name == "params"
@@ -146,66 +154,29 @@ _VALUES = 128
 """The number of values sampled per tensor, from its beginning."""
 
 
-class DeviceSample:
-    """The first values of some tensors, at this point of the device's stream.
-
-    Args:
-        tensors: The tensors. Those on CPUs, and those that are not dense, are left out.
-
-    Attributes:
-        empty: Whether none are left.
-
-    Cost:
-        One kernel for each dtype and device, and three for each comparison. No tensor is kept.
-    """
-
-    def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        self._values = _first_values_of(tensors)
-        self.empty = not self._values
-
-    def compare(self, tensors: Iterable[torch.Tensor | None]) -> Comparison:
-        """Start comparing the bits of these tensors, or of their replacements, with the sample."""
-        now = _first_values_of(tensors)
-        if {kind: len(values) for kind, values in now.items()} != {
-            kind: len(values) for kind, values in self._values.items()
-        }:
-            return Comparison([], changed=True)
-        return Comparison(
-            [
-                before.view(torch.uint8).ne(now[kind].view(torch.uint8)).any()
-                for kind, before in self._values.items()
-            ]
-        )
-
-
 class Comparison:
-    """An answer that the devices may not have computed yet.
+    """An answer that the devices may not have computed yet: whether bits differ.
 
     Args:
-        answers: Tensors of one value each, on accelerators; the answer is yes if any is true.
-        changed: If true, the answer is yes in any case.
+        before: What was sampled.
+        now: What is there instead.
     """
 
-    def __init__(self, answers: Sequence[torch.Tensor], *, changed: bool = False) -> None:
-        self._changed = changed
-        self._answers = [answer.to("cpu", non_blocking=True) for answer in answers]
-        self._events = [_record_event(device) for device in {answer.device for answer in answers}]
+    def __init__(self, before: _DeviceValues, now: _DeviceValues) -> None:
+        sizes_before, sizes_now = ({kind: len(one) for kind, one in each.items()} for each in (before, now))
+        self._other_tensors = sizes_before != sizes_now
+        differ: Sequence[torch.Tensor] = ()
+        if not self._other_tensors:
+            pairs = [(one.view(torch.uint8), now[kind].view(torch.uint8)) for kind, one in before.items()]
+            differ = [one.ne(other).any() for one, other in pairs]
+        self._differ = [one.to("cpu", non_blocking=True) for one in differ]
+        self._events = [_record_event(device) for device in {one.device for one in differ}]
 
     def found(self) -> bool:
         """Return the answer. Waits until the devices have computed the comparison."""
         for event in self._events:
             event.synchronize()
-        return self._changed or any(map(bool, self._answers))
-
-
-def _first_values_of(
-    tensors: Iterable[torch.Tensor | None],
-) -> dict[tuple[torch.device, torch.dtype], torch.Tensor]:
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor is not None and tensor.device.type not in _READ_AT_ONCE and _is_dense(tensor):
-            by_kind.setdefault((tensor.device, tensor.dtype), []).append(_first_values(tensor))
-    return {kind: torch.cat(views) for kind, views in by_kind.items()}
+        return self._other_tensors or any(map(bool, self._differ))
 
 
 def _record_event(device: torch.device) -> Any:
@@ -222,7 +193,3 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or (
         tensor.dim() in formats and tensor.is_contiguous(memory_format=formats[tensor.dim()])
     )
-
-
-def _first_values(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().as_strided((min(tensor.numel(), _VALUES),), (1,))

@@ -9,18 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.algorithms.join import Joinable
 
-from ddp_optim_overlap.errors import UnsupportedGradientError, UnsupportedOptimizerError
-from ddp_optim_overlap.optimizers.trial import OptimizerCopy, refusal, require_passed_trial
-
-__all__ = [
-    "NOT_PER_PARAMETER",
-    "PER_PARAMETER",
-    "declare_steps_per_parameter",
-    "is_reviewed",
-    "require_plain_step",
-    "require_sparse_support",
-    "require_step_per_parameter",
-]
+from ddp_optim_overlap.optimizers.trial import refusal, require_passed_trial
 
 PER_PARAMETER = frozenset(
     {
@@ -40,12 +29,11 @@ PER_PARAMETER = frozenset(
         "SparseAdam",
     }
 )
-"""Classes of ``torch.optim`` that step each parameter by itself, with ``foreach`` and ``fused``, too.
+"""Classes of ``torch.optim`` that step each parameter by itself, with ``foreach`` and ``fused``, too: all
+but LBFGS.
 
 Read in torch 2.6, 2.13 and 2.15. The exceptions are in :func:`require_step_per_parameter`.
 """
-NOT_PER_PARAMETER = frozenset({"LBFGS"})
-"""Classes of ``torch.optim`` that do not."""
 
 _declared: set[type[torch.optim.Optimizer]] = set()
 
@@ -64,9 +52,9 @@ def declare_steps_per_parameter(optimizer_class: _OptimizerClass) -> _OptimizerC
 
     The declaration says of ``step()``: what it does to a parameter depends only on the value, the gradient
     and the state of that parameter and on the options of its group. It does not depend on other parameters or
-    their gradients, on the loss, on random numbers or on other ranks. It writes nothing but parameters and
-    their state, and keeps no gradient there, only copies. Steps may be counted in each parameter's state, or
-    in an option of its group that every call of ``step()`` sets alike.
+    their gradients, on the loss, on random numbers or on other ranks. It writes nothing but trained
+    parameters and their state, and keeps no gradient there, only copies. Steps may be counted in each
+    parameter's state, or in an option of its group that every call of ``step()`` sets alike.
 
     A short trial of every declared optimizer refuses what is plainly otherwise. What it cannot show, for
     example coupling that begins after a thousand steps, leads to wrong steps.
@@ -175,36 +163,6 @@ def _require_uncoupled_options(optimizer: torch.optim.Optimizer, sparse: Collect
                 "Adagrad steps parameters with other operators if one of their group has a sparse gradient. "
                 "Give it foreach=False, or those with sparse gradients a group of their own. Otherwise"
             )
-
-
-def require_sparse_support(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str) -> None:
-    """Raise unless the optimizer can step a parameter whose gradient is sparse.
-
-    Args:
-        optimizer: Not changed.
-        parameter: One of its own. A copy is stepped with small values.
-        name: The parameter's name in the message.
-
-    Raises:
-        UnsupportedGradientError: It cannot.
-        UnsupportedOptimizerError: It has what cannot be copied.
-    """
-    place = next(
-        (number, at)
-        for number, group in enumerate(optimizer.param_groups)
-        for at, other in enumerate(group["params"])
-        if parameter is other
-    )
-    copied = OptimizerCopy(optimizer, [place])
-    try:
-        copied.step([torch.ones_like(one).to_sparse(1) for one in copied.parameters])
-    except UnsupportedOptimizerError:
-        raise
-    except Exception as error:
-        raise UnsupportedGradientError(
-            f"{type(optimizer).__name__} cannot step {name}, whose gradient is sparse: {error}. "
-            "Use SGD, Adagrad or SparseAdam for it, or an embedding with sparse=False"
-        ) from error
 
 
 def _is_compiled(step: Any) -> bool:

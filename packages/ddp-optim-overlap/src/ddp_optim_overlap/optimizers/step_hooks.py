@@ -12,15 +12,6 @@ import torch
 
 from dist_utils.torch_compat import private
 
-__all__ = [
-    "NOT_OF_THE_STEP",
-    "mark_stepped",
-    "step_post_hooks",
-    "step_pre_hooks",
-    "step_without_hooks",
-    "without_step_hooks",
-]
-
 _PURPOSE = "steps without an optimizer's step hooks"
 
 _STEP_PRE_HOOKS = "_optimizer_step_pre_hooks"

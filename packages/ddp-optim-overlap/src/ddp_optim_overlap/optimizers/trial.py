@@ -8,23 +8,21 @@ import functools
 import math
 import random
 import sys
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-from ddp_optim_overlap.errors import UnsupportedOptimizerError, text_of
+from ddp_optim_overlap.errors import UnsupportedGradientError, UnsupportedOptimizerError, text_of
+from ddp_optim_overlap.optimizers.equality import same_value
 from ddp_optim_overlap.optimizers.partial_steps import PartialSteps, parameters_of, part_of, stand_in
 from ddp_optim_overlap.optimizers.step_hooks import NOT_OF_THE_STEP, step_without_hooks
 from dist_utils.torch_compat import MissingTorchFeatureError, private
 
-__all__ = ["OptimizerCopy", "refusal", "require_passed_trial"]
-
 _CASES: list[tuple[str, float, float | None]] = [
-    # First, while no parameter has a state: a frozen parameter never gets one.
-    (", one of them without a gradient", 1.0, None),
     # They grow, or momentum would hide the small ones.
     *(("", scale, 1.0) for scale in (1e-6, 1e-3, 1.0, 1e3)),
     (", one of them with a gradient of zeros", 1.0, 0.0),
@@ -38,8 +36,8 @@ _OTHER_SCALE = 1e-5
 """Scale of every other gradient in a step, so that a limit between two scales is between two gradients."""
 _LEAST_RATE = 0.01
 """A warm-up may begin with a learning rate at which no step has a visible effect."""
-_MOST_GROUPS = 1024
-"""How many groups all partial steps of one case have, at most; nearly all are empty, but cost time."""
+_MOST_KINDS = 16
+"""How many kinds of parameters are tried at most; two of each."""
 _MOST_VALUES = 1024
 """The sides of parameters with more values are cut."""
 _LONGEST_SIDE = 8
@@ -48,8 +46,8 @@ _COLLECTIVES = ("c10d::", "_c10d_functional", "c10d_functional::", "symm_mem::")
 _NOT_OF_THE_STEP = (UnsupportedOptimizerError, MissingTorchFeatureError)
 """Errors that a step does not raise by itself."""
 
-Gradients = list[torch.Tensor | None]
-Places = list[tuple[int, int]]
+_Gradients = list[torch.Tensor | None]
+_Places = list[tuple[int, int]]
 """Parameters, each by the number of its group and its position there."""
 
 
@@ -66,16 +64,18 @@ def require_passed_trial(optimizer: torch.optim.Optimizer, sparse: Collection[to
         sparse: Parameters with sparse gradients, which are left out.
 
     Raises:
-        UnsupportedOptimizerError: Values, states, options or attributes differ, a step fails, communicates,
-            draws random numbers, keeps a gradient or moves nothing, or the optimizer cannot be copied.
+        UnsupportedOptimizerError: Values, states or options differ, as they also do if a step draws random
+            numbers or keeps a gradient; it sets attributes, fails, communicates or moves nothing; or the
+            optimizer cannot be copied.
 
     Cost:
-        Ten steps of three copies with some small parameters of each group: some tenths of a second.
+        Nine steps of three copies with some small parameters of each group: some tenths of a second.
     """
     places = _places_to_try(optimizer, sparse)
     try:
-        if places:
-            _compare(optimizer, places)
+        with _trial(optimizer):
+            if places:
+                _compare(optimizer, places)
     except _NOT_OF_THE_STEP:
         raise
     except Exception as error:
@@ -85,30 +85,55 @@ def require_passed_trial(optimizer: torch.optim.Optimizer, sparse: Collection[to
         ) from error
 
 
-def _compare(optimizer: torch.optim.Optimizer, places: Places) -> None:
+def require_sparse_support(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str) -> None:
+    """Raise unless the optimizer can step a parameter whose gradient is sparse.
+
+    Args:
+        optimizer: Not changed.
+        parameter: One of its own. A copy is stepped with small values.
+        name: The parameter's name in the message.
+
+    Raises:
+        UnsupportedGradientError: It cannot.
+        UnsupportedOptimizerError: It has what cannot be copied.
+    """
+    place = next(
+        (number, at)
+        for number, group in enumerate(optimizer.param_groups)
+        for at, other in enumerate(group["params"])
+        if parameter is other
+    )
+    try:
+        with _trial(optimizer):
+            copied = _Copy(optimizer, [place])
+            copied.step([torch.ones_like(one).to_sparse(1) for one in copied.parameters])
+    except _NOT_OF_THE_STEP:
+        raise
+    except Exception as error:
+        raise UnsupportedGradientError(
+            f"{type(optimizer).__name__} cannot step {name}, whose gradient is sparse: {error}. "
+            "Use SGD, Adagrad or SparseAdam for it, or an embedding with sparse=False"
+        ) from error
+
+
+def _compare(optimizer: torch.optim.Optimizer, places: _Places) -> None:
     """Raise if copies whose parameters are stepped one by one end with other bits."""
     numbers = [number for number, _ in places]
     special = numbers.index(max(numbers, key=numbers.count))  # beside others of its group
-    fresh, *copies = (OptimizerCopy(optimizer, places) for _ in range(4))
+    fresh, *copies = (_Copy(optimizer, places) for _ in range(4))
     moved = False
     for seed, (case, scale, factor) in enumerate(_CASES):
         ordinary = _gradients(fresh.parameters, scale, seed)
         changed = None if factor is None else ordinary[special] * factor
         gradients = [*ordinary[:special], changed, *ordinary[special + 1 :]]
-        together, stepped = copies[0], _step_alike(copies, gradients, case)
-        moved = moved or bool(together.difference(fresh))
-        if seed == 0 and together.has_changed(special, fresh) and _has_frozen(optimizer):
-            raise refusal(
-                f"the step of {fresh.name} moves parameters that have no gradient, and some of its "
-                "parameters are frozen, which are in no bucket. Leave those out of the optimizer. Otherwise"
-            )
-        if seed == 0 or not stepped:  # some optimizers need gradients of all parameters in their first step
-            copies = [OptimizerCopy(optimizer, places) for _ in copies]
+        if not _step_alike(copies, gradients, case):
+            copies = [_Copy(optimizer, places) for _ in copies]
+        moved = moved or bool(copies[0].difference(fresh))
     if not moved:
         raise refusal(f"the step of {fresh.name} does not move the parameters in its groups")
 
 
-def _step_alike(copies: list[OptimizerCopy], gradients: Gradients, case: str) -> bool:
+def _step_alike(copies: list[_Copy], gradients: _Gradients, case: str) -> bool:
     """Step parameters together, one by one, and in reverse order; raise unless that is all the same.
 
     Returns:
@@ -133,7 +158,7 @@ def _step_alike(copies: list[OptimizerCopy], gradients: Gradients, case: str) ->
     return True
 
 
-class OptimizerCopy:
+class _Copy:
     """A copy of an optimizer with small copies of some of its parameters.
 
     Attributes:
@@ -148,14 +173,14 @@ class OptimizerCopy:
         UnsupportedOptimizerError: The optimizer has what cannot be copied.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, places: Places) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, places: _Places) -> None:
         self.name = type(optimizer).__name__
         try:
             self._copy(optimizer, places)
         except Exception as error:
             raise refusal(f"{self.name} cannot be copied for a trial, with {text_of(error)}") from error
 
-    def _copy(self, optimizer: torch.optim.Optimizer, places: Places) -> None:
+    def _copy(self, optimizer: torch.optim.Optimizer, places: _Places) -> None:
         self._optimizer = stand_in(optimizer, [])
         groups = [
             part_of(group, [at for other, at in places if other == number])
@@ -165,53 +190,37 @@ class OptimizerCopy:
         small = {one: one.detach()[(slice(1),) * one.dim()].clone() for one in parameters_of(optimizer)}
         small |= {one: _small(one) for one in originals}
         memo: dict[int, Any] = {id(optimizer): self._optimizer, **{id(one): small[one] for one in small}}
-        state = _shared_state(optimizer)
-        for one in originals:
-            known = optimizer.state.get(one, {})
-            tensors = [value for value in known.values() if isinstance(value, torch.Tensor)]
-            like_parameter = (
-                value.layout is torch.strided and value.shape in ((), one.shape) for value in tensors
-            )
-            if known and all(like_parameter):  # the constructor may have made it; others cannot be cut alike
-                state[one] = known
-                memo |= {id(value): _cut(value, one) for value in tensors}
-        wanted = groups, state, _own_attributes(optimizer), [vars(one) for one in originals]
+        wanted = (
+            groups,
+            _shared_state(optimizer),
+            _own_attributes(optimizer),
+            [vars(one) for one in originals],
+        )
         groups, state, attributes, of_parameters = copy.deepcopy(wanted, memo)
         for group in groups:
             if isinstance(group.get("lr"), (int, float, torch.Tensor)):
                 group["lr"] = max(group["lr"], 0 * group["lr"] + _LEAST_RATE)
+        for one in originals:
+            with _CutCopies(one) as cuts:
+                known = copy.deepcopy(optimizer.state.get(one, {}), memo)
+            if known and cuts.fit:  # the constructor may have made it
+                state[small[one]] = known
         vars(self._optimizer).update(attributes, param_groups=groups, state=defaultdict(dict, state))
         self.parameters = [small[one] for one in originals]
         for one, own in zip(self.parameters, of_parameters, strict=True):
             vars(one).update(own)
         self._lent = [torch.empty_like(one) for one in self.parameters]
-        self._objects = [self._optimizer, *small.values()]
 
-    def step(self, gradients: Gradients, direction: int = 0) -> None:
+    def step(self, gradients: _Gradients, direction: int = 0) -> None:
         """Step all parameters at once, or one after another in a direction."""
-        # Anything compiled has imported this module; importing it here would take seconds.
-        compiles = "torch._dynamo" in sys.modules
-        with (
-            _random_numbers_refused(self._optimizer),
-            torch.no_grad(),
-            torch.device("cpu"),  # a step on the worker also creates tensors there
-            torch.compiler.set_stance("fail_on_recompile") if compiles else contextlib.nullcontext(),
-            _collectives_refused(self.name),
-        ):
-            if direction:
-                self._step_apart(gradients, direction)
-            else:
-                self._step_together(gradients)
-
-    def _step_together(self, gradients: Gradients) -> None:
-        given = [None if gradient is None else gradient.clone() for gradient in gradients]
-        for parameter, gradient in zip(self.parameters, given, strict=True):
-            parameter.grad = gradient
+        if direction:
+            self._step_apart(gradients, direction)
+            return
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
         step_without_hooks(self._optimizer)
-        if _memory(given) & _memory(self.contents()):
-            raise refusal(f"the step of {self.name} keeps a gradient itself, not a copy, for the next step")
 
-    def _step_apart(self, gradients: Gradients, direction: int) -> None:
+    def _step_apart(self, gradients: _Gradients, direction: int) -> None:
         """As in a backward pass, gradients reuse memory, and others are missing or not averaged yet."""
         parts = PartialSteps([self._optimizer])
         parts.begin()
@@ -224,16 +233,10 @@ class OptimizerCopy:
             parameter.grad = before
         parts.finish()
 
-    def has_changed(self, number: int, fresh: OptimizerCopy) -> bool:
-        """Return whether a parameter or its state is no longer as in a copy that was never stepped."""
-        mine, theirs = (each.contents()["a parameter or its state"][number] for each in (self, fresh))
-        return not _equal(mine, theirs, {})
-
-    def difference(self, other: OptimizerCopy) -> str:
+    def difference(self, other: _Copy) -> str:
         """Describe the first difference to another copy; what may cause the rest is first."""
-        twins = dict(zip(map(id, self._objects), other._objects, strict=True))
         mine, theirs = self.contents(), other.contents()
-        found = (what for what in {**mine, **theirs} if not _equal(mine.get(what), theirs.get(what), twins))
+        found = (what for what in {**mine, **theirs} if not same_value(mine.get(what), theirs.get(what)))
         return next(found, "")
 
     def contents(self) -> dict[str, Any]:
@@ -244,16 +247,36 @@ class OptimizerCopy:
             for name, value in group.items()
             if name != "params"
         }
-        found |= {f"attribute {name!r}": one for name, one in _own_attributes(self._optimizer).items()}
         found["state of no parameter"] = _shared_state(self._optimizer)
         state = self._optimizer.state
-        found["a parameter or its state"] = [
-            (one.detach(), state.get(one, {}), vars(one)) for one in self.parameters
-        ]
+        found["a parameter or its state"] = [(one.detach(), state.get(one, {})) for one in self.parameters]
         return found
 
 
-def _places_to_try(optimizer: torch.optim.Optimizer, sparse: Collection[torch.Tensor]) -> Places:
+class _CutCopies(TorchFunctionMode):
+    """Cuts the tensors of a large parameter's state like the parameter when they are copied, however nested.
+
+    Attributes:
+        fit: Whether that is possible: they are all of the parameter's shape, or of one value.
+    """
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        super().__init__()
+        self._parameter = parameter
+        self.fit = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch, unless it copies a tensor."""
+        del types
+        if func not in (torch.Tensor.__deepcopy__, torch.Tensor.clone):
+            return func(*args, **(kwargs or {}))
+        tensor, parameter = args[0], self._parameter
+        alike = tensor.layout is torch.strided and tensor.shape in ((), parameter.shape)
+        self.fit &= alike or parameter.numel() <= _MOST_VALUES
+        return _cut(tensor, parameter) if alike else tensor.detach().clone()
+
+
+def _places_to_try(optimizer: torch.optim.Optimizer, sparse: Collection[torch.Tensor]) -> _Places:
     """Return the smallest and the largest parameter of each group, number of dimensions, dtype and device."""
     kinds: dict[Any, list[tuple[int, int]]] = defaultdict(list)
     left_out = set(map(id, sparse))
@@ -262,8 +285,7 @@ def _places_to_try(optimizer: torch.optim.Optimizer, sparse: Collection[torch.Te
             if one.requires_grad and one.numel() and id(one) not in left_out:
                 left_out.add(id(one))  # it may occur twice
                 kinds[number, one.dim(), one.dtype, one.device].append((one.numel(), at))
-    most = max(4, _MOST_GROUPS // len(optimizer.param_groups))
-    chosen = list(kinds)[:: math.ceil(2 * len(kinds) / most) or 1]
+    chosen = list(kinds)[:: math.ceil(len(kinds) / _MOST_KINDS) or 1]
     return sorted({(kind[0], at) for kind in chosen for _, at in (min(kinds[kind]), max(kinds[kind]))})
 
 
@@ -293,10 +315,6 @@ def _gradients(parameters: Sequence[torch.Tensor], scale: float, seed: int) -> l
     return found
 
 
-def _has_frozen(optimizer: torch.optim.Optimizer) -> bool:
-    return not all(one.requires_grad for one in parameters_of(optimizer))
-
-
 def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the attributes that may affect the step, besides options and state."""
     return {name: one for name, one in vars(optimizer).items() if name not in _other_attributes()}
@@ -314,59 +332,30 @@ def _shared_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
     return {owner: value for owner, value in state.items() if not isinstance(owner, torch.Tensor)}
 
 
-def _memory(value: Any) -> set[int]:
-    """Return the addresses of the memory of the tensors in a value and its containers."""
-    if isinstance(value, torch.Tensor):
-        return {value.untyped_storage().data_ptr()} - {0} if value.layout is torch.strided else set()
-    parts = value.values() if isinstance(value, Mapping) else value
-    return set().union(*map(_memory, parts)) if isinstance(value, (Mapping, list, tuple, deque)) else set()
-
-
-def _equal(one: Any, other: Any, twins: Mapping[int, Any], above: frozenset[int] = frozenset()) -> bool:
-    """Compare bitwise; objects are equal if everything that a copy of them has is.
-
-    Args:
-        one: A value.
-        other: A value of another copy of the optimizer.
-        twins: What counts as equal to an object, by its ``id()``.
-        above: The objects that contain ``one``, which may be among them.
-    """
-    if one is other or id(one) in above:
-        return True
-    if id(one) in twins:
-        return twins[id(one)] is other
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return _same_bits(one, other)
-    if isinstance(one, (int, float, complex, str, bytes)):
-        return repr(one) == repr(other)  # NaN, too
-    equal = partial(_equal, twins=twins, above=above | {id(one)})
-    if isinstance(one, Mapping):
-        keys = {twins.get(id(key), key): key for key in one}
-        return keys.keys() == other.keys() and all(equal(one[keys[key]], other[key]) for key in keys)
-    if isinstance(one, (set, frozenset)):
-        return bool({twins.get(id(key), key) for key in one} == other)
-    if isinstance(one, (list, tuple, deque)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return equal(one.__reduce_ex__(4), other.__reduce_ex__(4))
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are bitwise equal, where all NaN are."""
-    if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
-        return False
-    if one.layout is not torch.strided:
-        one, other = one.to_dense(), other.to_dense()
-    if torch.equal(*(each.detach().reshape(-1).view(torch.uint8) for each in (one, other))):
-        return True
-    nan = one.isnan() & other.isnan()
-    return bool(nan.any()) and _same_bits(one.masked_fill(nan, 0), other.masked_fill(nan, 0))
-
-
 @contextlib.contextmanager
-def _random_numbers_refused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Restore random generators on exit, and raise if they were used."""
+def _trial(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Step as a worker's thread would; refuse collectives, compile nothing, and restore random generators."""
+    # Anything compiled has imported this module; importing it here would take seconds.
+    compiles = "torch._dynamo" in sys.modules
+    sources = _random_sources(optimizer)
+    states = [get() for get, _ in sources]
+    try:
+        with (
+            torch.no_grad(),
+            torch.device("cpu"),  # a step on the worker also creates tensors there
+            torch.compiler.set_stance("fail_on_recompile") if compiles else contextlib.nullcontext(),
+            _refuse_collectives(type(optimizer).__name__),
+        ):
+            yield
+    finally:
+        for (_, put), state in zip(sources, states, strict=True):
+            put(state)
+
+
+def _random_sources(
+    optimizer: torch.optim.Optimizer,
+) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """Return for each generator that a step may use what gets its state, and what sets it."""
     sources: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
         (torch.get_rng_state, torch.set_rng_state),
         (random.getstate, random.setstate),
@@ -381,20 +370,10 @@ def _random_numbers_refused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     for kind in type(optimizer).__mro__:
         values = vars(sys.modules[kind.__module__]).values()
         sources += [(one.get_state, one.set_state) for one in values if isinstance(one, torch.Generator)]
-    states, used = [get() for get, _ in sources], False
-    try:
-        yield
-    finally:
-        for (get, put), state in zip(sources, states, strict=True):
-            if not _equal(get(), state, {}):
-                put(state)
-                used = True
-    if used:
-        text = "draws random numbers, which are others in another order"
-        raise refusal(f"the step of {type(optimizer).__name__} {text}")
+    return sources
 
 
-def _collectives_refused(optimizer: str) -> Any:
+def _refuse_collectives(optimizer: str) -> Any:
     """Return a context in which this thread's collectives raise before they run."""
     base: Any = private("torch.utils._python_dispatch", "TorchDispatchMode", "noticing collectives of a step")
 

@@ -11,8 +11,6 @@ from dist_utils import resolve_group
 from dist_utils.process_groups import GroupLike, future_of_work
 from dist_utils.torch_compat import GradBucket
 
-__all__ = ["average_like_ddp", "numbers_on", "start_all_reduce"]
-
 
 def average_like_ddp(
     process_group: GroupLike, bucket: GradBucket
@@ -65,15 +63,6 @@ def start_all_reduce(
 
 def numbers_on(device: torch.device, numbers: Sequence[int]) -> torch.Tensor:
     """Return integers in a tensor on a device, without a wait for the device."""
-    pin = _is_accelerator(device)  # a copy from other memory would wait
+    pin = device.type != "cpu"  # a copy to an accelerator from other memory would wait
     host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=pin)
     return host.to(device, non_blocking=pin)
-
-
-def _is_accelerator(device: torch.device) -> bool:
-    """Return whether a device is of the machine's kind of accelerator.
-
-    torch 2.6 raises when asked for the current accelerator where there is none.
-    """
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator is not None and accelerator.type == device.type

@@ -5,21 +5,18 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp_optim_overlap.errors import ConfigError, OverlapError, not_averaged, text_of
+from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.passes.averaging import numbers_on, start_all_reduce
-from ddp_optim_overlap.passes.backward_pass import BackwardPass
-from dist_utils.process_groups import record_use, runs_on_host, same_error
+from dist_utils.process_groups import record_use, runs_on_host
 from dist_utils.torch_compat import GradBucket
-
-__all__ = ["Bucket", "BucketGradients", "KnownBuckets", "average_of", "gradients_replaced"]
 
 
 @dataclass(eq=False)
@@ -31,19 +28,18 @@ class Bucket:
         gradients: The views that will hold its averaged gradients.
         averaged: The future that the communication hook returned.
         used: Which of its parameters got a gradient, first on this rank, then on any rank; ``None`` if all.
-        done: The future that DDP waits for. DDP takes its value for the average.
-        taken: Whether the worker has taken it.
     """
 
     index: int
     gradients: BucketGradients
     averaged: torch.futures.Future[Any]
     used: list[bool] | None = None
-    done: torch.futures.Future[torch.Tensor] = field(default_factory=torch.futures.Future)
-    taken: bool = False
     _used_anywhere: tuple[torch.Tensor, dist.Work] | None = None
-    _ending: threading.Lock = field(default_factory=threading.Lock)
-    _ended: bool = False
+    _end: threading.Lock = field(default_factory=threading.Lock)
+    """Whoever takes it completes the future; it is never released."""
+    _ended: torch.futures.Future[None] = field(default_factory=torch.futures.Future)
+    _outcomes: list[torch.Tensor | Exception] = field(default_factory=list)
+    """Taken out by the future's callback, which must not hold the bucket: a cycle through C++."""
 
     @property
     def nbytes(self) -> int:
@@ -56,8 +52,8 @@ class Bucket:
         """Whether it can be stepped without waiting for its average or for another rank."""
         return self.used is None and self.averaged.done()
 
-    def tell_used(self, used: list[bool], group: dist.ProcessGroup) -> None:
-        """Let the ranks tell each other which parameters of the bucket got a gradient.
+    def share_used(self, used: list[bool], group: dist.ProcessGroup) -> None:
+        """Let the ranks know from each other which parameters of the bucket got a gradient.
 
         What is enqueued on an accelerator starts now, as on the other ranks, whatever becomes of the step; on
         CPUs it is part of the step's job.
@@ -67,68 +63,57 @@ class Bucket:
             group: The ranks.
         """
         self.used = used
-        device = self.gradients.buffer.device
-        if not runs_on_host(group, device):
-            anywhere = numbers_on(device, used)
-            self._used_anywhere = anywhere, start_all_reduce(anywhere, group, dist.ReduceOp.MAX)
+        if not runs_on_host(group, self.gradients.buffer.device):
+            self._start_sharing(used, group)
 
-    def await_average(self, current: BackwardPass, group: dist.ProcessGroup) -> None:
-        """Wait until the average is in the bucket and it is known which parameters any rank has used.
-
-        Raises:
-            CommunicationError: Either failed.
-        """
-        try:
-            if self.used is not None:
-                if self.averaged.done():
-                    self.averaged.value()  # raises if it failed: a rank that did not come will not come here
-                self.used = self._await_used(self.used, group)
-            self.gradients.write(current.await_average(self.averaged))
-        except Exception as error:
-            raise not_averaged(self.index, error, current.report()) from error
-
-    def _await_used(self, used: list[bool], group: dist.ProcessGroup) -> list[bool]:
-        """Return which parameters of a bucket got a gradient on some rank."""
-        if self._used_anywhere is None:
-            anywhere = numbers_on(self.gradients.buffer.device, used)
-            self._used_anywhere = anywhere, start_all_reduce(anywhere, group, dist.ReduceOp.MAX)
-        anywhere, work = self._used_anywhere
+    def await_used(self, group: dist.ProcessGroup) -> None:
+        """Wait until it is known which parameters any rank has used."""
+        if self.used is None:
+            return
+        if self.averaged.done():
+            self.averaged.value()  # raises if it failed: a rank that did not come will not come here
+        anywhere, work = self._used_anywhere or self._start_sharing(self.used, group)
         work.wait()
         record_use(anywhere)
-        # Reading it waits for the device, so only where the answer is open.
-        return used if all(used) else [bool(value) for value in anywhere.tolist()]
+        if not all(self.used):  # reading it waits for the device, so only where the answer is open
+            self.used = [bool(value) for value in anywhere.tolist()]
+
+    def _start_sharing(self, used: list[bool], group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+        anywhere = numbers_on(self.gradients.buffer.device, used)
+        self._used_anywhere = anywhere, start_all_reduce(anywhere, group, dist.ReduceOp.MAX)
+        return self._used_anywhere
 
     def averages(self) -> Sequence[torch.Tensor | None]:
         """Return what each parameter is stepped with."""
+        gradients = self.gradients
         if self.used is None:
-            return self.gradients.views
+            return gradients.views
         return [
             # A parameter that no rank has used keeps its previous gradient: None, or zeros.
             view if is_used else parameter.grad
-            for parameter, view, is_used in zip(
-                self.gradients.parameters, self.gradients.views, self.used, strict=True
-            )
+            for parameter, view, is_used in zip(gradients.parameters, gradients.views, self.used, strict=True)
         ]
 
-    def complete(self, average: torch.Tensor) -> None:
-        """Complete the future, unless it is complete."""
-        with self._ending:
-            if not self._ended:
-                self._ended = True
-                self.done.set_result(average)
+    def future(self) -> torch.futures.Future[torch.Tensor]:
+        """Return the future for DDP, whose value DDP takes for the average."""
+        # Only an error raised in a callback reaches C++ waiters such as DDP's reducer.
+        return self._ended.then(partial(_outcome, self._outcomes))
 
-    def fail(self, error: BaseException) -> None:
-        """Complete the future with an error, unless it is complete."""
-        with self._ending:
-            if not self._ended:
-                self._ended = True
-                # The future holds its error, and DDP the future. So the error must not hold frames with the
-                # model, as a raised error does: a cycle through C++ is never collected.
-                plain = str(error) if type(error) is RuntimeError else text_of(error)
-                held = same_error(error if isinstance(error, OverlapError) else RuntimeError(plain))
-                self.done.set_exception(held)  # type: ignore[arg-type] # torch's annotation
-                held.__traceback__ = None
-                self.done = torch.futures.Future()
+    def end(self, outcome: torch.Tensor | Exception) -> None:
+        """Complete the future with the average or an error, unless it is complete."""
+        if self._end.acquire(blocking=False):
+            self._outcomes.append(outcome)
+            self._ended.set_result(None)
+
+
+def _outcome(outcomes: list[torch.Tensor | Exception], _: torch.futures.Future[None]) -> torch.Tensor:
+    outcome = outcomes.pop()
+    if isinstance(outcome, torch.Tensor):
+        return outcome
+    try:
+        raise outcome
+    finally:
+        del outcome  # else its own frame would hold it
 
 
 class BucketGradients:
@@ -143,7 +128,6 @@ class BucketGradients:
         self.parameters: list[torch.Tensor] = bucket.parameters()
         self.buffer = bucket.buffer()
         self.views = [self.buffer] if self.buffer.is_sparse else _views(bucket, self.parameters)
-        self.strides = _strides(self.parameters)
 
     def write(self, average: Any) -> None:
         """Copy the result of the hook's future into the bucket, unless it is there already.
@@ -170,16 +154,23 @@ class BucketGradients:
 class KnownBuckets:
     """The gradients of buckets seen before: making the views takes as long as a small step.
 
-    DDP keeps the buffers of its buckets until it rebuilds them, once, after the first pass. Nothing here
-    keeps memory that DDP has freed: a buffer is kept only when it has come again.
+    DDP keeps the buffers of its buckets until it rebuilds them, once, after the first pass: :meth:`forget`
+    then, so that no memory is kept that DDP has freed.
 
     Args:
         parameters: The parameters of the model, if they are known.
+        watch: Called with the parameters of every new bucket.
+
+    Attributes:
+        parameters: All parameters that have been in a bucket.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._known: dict[int, BucketGradients] = {}
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], watch: Callable[[list[torch.Tensor]], None]
+    ) -> None:
+        self.parameters: set[torch.Tensor] = set()
+        self._watch = watch
+        self._known: dict[int, tuple[BucketGradients, list[tuple[int, ...]]]] = {}
         self._strides = {parameter: parameter.stride() for parameter in parameters}
 
     def gradients(self, bucket: GradBucket) -> BucketGradients:
@@ -188,44 +179,30 @@ class KnownBuckets:
         Raises:
             ConfigError: The layout of a parameter has changed since DDP was made.
         """
-        index, buffer = bucket.index(), bucket.buffer()
-        gradients = self._known.get(index)
-        if gradients is None or gradients.buffer is not buffer:  # else DDP has rebuilt its buckets
-            gradients = BucketGradients(bucket)
-            self._require_layout(gradients)
-            seen = self._seen.get(index)
-            if seen is not None and seen() is buffer:
-                self._known[index] = gradients
-            else:
-                self._known.pop(index, None)
-                self._seen[index] = weakref.ref(buffer)
-        elif gradients.strides != _strides(gradients.parameters):
-            raise _layout_changed()
+        known = self._known.get(bucket.index())
+        if known is None or known[0].buffer is not bucket.buffer():  # else DDP has rebuilt its buckets
+            known = self._new(bucket)
+        gradients, strides = known
+        if [parameter.stride() for parameter in gradients.parameters] != strides:
+            raise ConfigError(
+                "the memory layout of a parameter was changed after DDP was made, for example by "
+                "model.to(memory_format=torch.channels_last): change it before, or make a new DDP model"
+            )
         return gradients
 
     def forget(self) -> None:
         """Release all memory."""
         self._known.clear()
 
-    def _require_layout(self, gradients: BucketGradients) -> None:
-        """Raise unless parameters, and gradients that are views of the bucket, are laid out as expected."""
-        if gradients.buffer.is_sparse:
-            return
-        begin = gradients.buffer.data_ptr()
-        end = begin + gradients.buffer.nbytes
-        for parameter, view in zip(gradients.parameters, gradients.views, strict=True):
-            grad = parameter.grad
-            moved = self._strides.setdefault(parameter, parameter.stride()) != parameter.stride()
-            in_bucket = grad is not None and not grad.is_sparse and begin <= grad.data_ptr() < end
-            if moved or (grad is not None and in_bucket and grad.stride() != view.stride()):
-                raise _layout_changed()
-
-
-def _layout_changed() -> ConfigError:
-    return ConfigError(
-        "the memory layout of a parameter was changed after DDP was made, for example by "
-        "model.to(memory_format=torch.channels_last): change it before, or make a new DDP model"
-    )
+    def _new(self, bucket: GradBucket) -> tuple[BucketGradients, list[tuple[int, ...]]]:
+        gradients = BucketGradients(bucket)
+        parameters = gradients.parameters
+        self.parameters.update(parameters)
+        self._watch(parameters)
+        known = gradients, [self._strides.setdefault(one, one.stride()) for one in parameters]
+        if not gradients.buffer.is_sparse:  # that is another one in every pass
+            self._known[bucket.index()] = known
+        return known
 
 
 def average_of(buffer: torch.Tensor, done: torch.futures.Future[Any]) -> torch.Tensor:
@@ -272,10 +249,6 @@ def _views(bucket: GradBucket, parameters: Sequence[torch.Tensor]) -> list[torch
         view.as_strided(view.size(), parameter.stride()) if _fills_its_memory(parameter) else view
         for view, parameter in zip(flat, parameters, strict=True)
     ]
-
-
-def _strides(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    return [parameter.stride() for parameter in parameters]
 
 
 def _complex_views(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The engine of an overlap, the only owner of a backward pass: it has its buckets averaged and stepped."""
+"""The engine of an overlap: begins backward passes, has their buckets averaged and stepped, and ends them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from ddp_optim_overlap.errors import (
     ConfigError,
     OverlapError,
     StepError,
-    not_averaged,
     text_of,
 )
-from ddp_optim_overlap.loop.gradient_watch import GradientWatch
 from ddp_optim_overlap.model import may_leave_out, require_ddp_options
-from ddp_optim_overlap.passes.backward_pass import BackwardPass, PassKind, PassStage
+from ddp_optim_overlap.passes.backward_pass import NAME, BackwardPass, PassKind, PassStage
 from ddp_optim_overlap.passes.bucket import Bucket, KnownBuckets, average_of
+from ddp_optim_overlap.passes.gradient_watch import GradientWatch
 from ddp_optim_overlap.passes.peers import Peers
-from ddp_optim_overlap.passes.queue import BucketQueue
-from ddp_optim_overlap.passes.stepping import Stepper, step_buckets
+from ddp_optim_overlap.passes.phase import OverlapState, Phase
+from ddp_optim_overlap.passes.release import GradientRelease, ReleasedPass
+from ddp_optim_overlap.passes.stepper import Stepper
 from ddp_optim_overlap.passes.weight_reuse import WeightWatch
-from ddp_optim_overlap.phase import OverlapState, Phase
-from ddp_optim_overlap.released_gradients import GradientRelease, ReleasedPass
 from ddp_optim_overlap.report import StepReport
 from dist_utils import AgreementError, OrderedWorker, require_same_terms
 from dist_utils.comm_hooks import CommHook, failed_future, is_pair
@@ -42,11 +40,6 @@ from dist_utils.torch_compat import (
     inside_nested_backward,
 )
 
-__all__ = ["Engine"]
-
-_NAME = "ddp-optim-overlap"
-"""The name of the worker, and the prefix of its jobs' ranges in a profiler."""
-
 
 class Engine:
     """Passes the buckets of backward passes on to be averaged, and then to be stepped.
@@ -59,7 +52,7 @@ class Engine:
         comm_state: Its first argument.
         model: The model, which is not kept alive; ``None`` if it is unknown.
         skips_unused: Whether a parameter that no rank has used is left alone. Where some may be unused, the
-            ranks then tell each other which parameters got a gradient.
+            ranks then share which parameters got a gradient.
         check: Watch for stepped weights that the same backward pass reads.
         release: Frees the gradients of every bucket after its step.
         passes: How many backward passes earlier engines of the model have begun or refused.
@@ -87,37 +80,25 @@ class Engine:
         release: GradientRelease | None = None,
         passes: int = 0,
     ) -> None:
-        self.gradients = GradientWatch(parameters)
+        self.gradients = GradientWatch(parameters, None if release is None else release.memory.restore)
+        self.known_buckets = KnownBuckets(parameters, self.gradients.watch)
         self.release = release
-        if release is not None and not release.memory.stays_readable:
-            self.gradients.tell(release.memory.restore)
-        self.known_buckets = KnownBuckets(parameters)
         self.paused = False
         self._stepper = stepper
         self._comm_hook, self._comm_state = comm_hook, comm_state
         self._model = (lambda: None) if model is None else weakref.ref(model)
-        self._skips_unused = skips_unused
+        self._skips_unused, self._shares_used = skips_unused, False
         self._static_graph: bool | None = None  # as last checked
         # DDP looks for buffers once, too; finding none is a walk through the whole model.
         self._has_buffers = model is not None and next(model.module.buffers(), None) is not None
-        self._watch = WeightWatch() if check else None
-        worker = OrderedWorker(process_group, name=_NAME, terms=self._terms)
+        self._check = check
+        worker = OrderedWorker(process_group, name=NAME, terms=self._terms)
         self._worker: OrderedWorker | None = worker
-        self._peers: Peers | None = Peers(worker, _NAME)
+        self._peers = Peers(worker)
         self.state = OverlapState(worker)
-        # A watch must find whatever may happen in any run, and memory is freed as early as possible.
-        gathers = self._watch is None and release is None
-        self._queue = BucketQueue(partial(step_buckets, stepper), self.state, _NAME, gathers=gathers)
-        self._current = BackwardPass(PassKind.REMOVED)
-        self._told = False
-        self._averaged: set[torch.Tensor] = set()
+        self._current = BackwardPass(PassKind.REMOVED, self.state, stepper)
         self._process_group, self._failed = process_group, False
         self.passes, self._steps = passes, 0
-
-    @property
-    def releases(self) -> bool:
-        """Whether gradients are freed when they are stepped with."""
-        return self.release is not None
 
     # ---- one bucket ----
 
@@ -133,10 +114,8 @@ class Engine:
                 self._begin()
             return self._take(self._current, bucket)
         except OverlapError as error:
-            self._current.cancel()
-            failure = self._current.failure = self.fail(error)
-            self._current.refused = True
-            self._queue.give_up(failure)
+            failure = self._current.fail(error)
+            self._current.kind = PassKind.REFUSED
             if self._ddp_sends_last():  # to peers that may wait for this bucket
                 raise
             # Raised here, it would leave DDP in the middle of a pass, and the model unusable.
@@ -147,40 +126,33 @@ class Engine:
         self.passes += 1
         if self.state.phase is Phase.RUNNING:
             self._abandon(self._current)
-        current = self._current = BackwardPass(self._kind_of_pass())
-        self._queue.end()
-        worker, peers, model = self._worker, self._peers, self._model()
-        if worker is None or peers is None:
+        self._current.end()
+        kind = self._kind_of_pass()
+        number = 0
+        if kind is PassKind.STEPS:
+            number = self._steps = self._steps + 1
+        current = self._current = BackwardPass(kind, self.state, self._stepper, number)
+        worker, model = self._worker, self._model()
+        if worker is None:
             self._compare_after_error()
             return
-        peers.wait()
+        self._peers.wait()
         self.state.raise_error()
         if model is not None:
             if model.static_graph is not self._static_graph:  # the graph may be made static later
                 require_ddp_options(model)
                 self._static_graph = model.static_graph
-            self._told = self._skips_unused and may_leave_out(model)
-        try:
-            worker.agree()
-        except (AgreementError, dist.DistError) as error:
-            raise ConfigError(text_of(error)) from error
-        if current.kind is PassKind.STEPS:
+            self._shares_used = self._skips_unused and may_leave_out(model)
+        _require_agreement(worker.agree)
+        if kind is PassKind.STEPS:
             self._begin_to_step(current)
-        # A pass without a last bucket announces the rest before DDP waits for it. A nested pass, or one in a
-        # final callback, may end differently, so no bucket waits there.
-        waits = inside_backward() and not in_final_callback() and not inside_nested_backward()
-        self._queue.begin(waits=waits and current.kind is PassKind.STEPS)
 
     def _compare_after_error(self) -> None:
         """Raise if ranks that have removed a failed overlap go on with different iterations."""
         if self._failed:
             self._failed = False
-            try:
-                require_same_terms(
-                    self._process_group, f"{_NAME} was removed after an error", self._progress()
-                )
-            except (AgreementError, dist.DistError) as error:
-                raise ConfigError(text_of(error)) from error
+            title, terms = f"{NAME} was removed after an error", self._progress()
+            _require_agreement(lambda: require_same_terms(self._process_group, title, terms))
 
     def _progress(self) -> dict[str, object]:
         return {"backward passes of the model": self.passes}
@@ -195,33 +167,36 @@ class Engine:
         return PassKind.STEPS if inside_backward() else PassKind.JOINED
 
     def _begin_to_step(self, current: BackwardPass) -> None:
+        # A pass without a last bucket announces the rest before DDP waits for it. A nested pass, or one in a
+        # final callback, may end differently, so no bucket waits there.
+        current.waits = not in_final_callback() and not inside_nested_backward()
         self._follow_graph_task(current)  # from here on, others ask whether the pass runs
-        self._steps += 1
-        current.number = self._steps
-        self.state.begin(current.report)
+        self.state.begin()
         self._stepper.begin()
-        if self._averaged:  # else this is the first pass, whose last bucket tells
-            self._stepper.require_averaged(self._averaged)
+        averaged = self.known_buckets.parameters
+        if averaged:  # else this is the first pass, whose last bucket shows
+            self._stepper.require_averaged(averaged)
         if self.release is not None:
-            self.release.require_possible(self._averaged)
+            self.release.require_possible(averaged)
             current.released = ReleasedPass(self.release)
-        if self._watch is not None:
-            self._watch.begin()
-            current.watch = self._watch
+        if self._check:
+            current.watch = WeightWatch()
 
     def _take(self, current: BackwardPass, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if current.failure is not None and current.refused:
+        if current.kind is PassKind.REFUSED and current.failure is not None:
             return failed_future(same_error(current.failure), bucket.buffer())
         worker, last = self._worker, bucket.is_last()
-        done = (
-            self._only_average(bucket) if worker is None else self._step(worker, current, bucket, last=last)
-        )
+        if worker is None:
+            self.gradients.take_as_new(bucket.parameters())
+            return self._comm_hook(self._comm_state, bucket).then(partial(average_of, bucket.buffer()))
+        done = self._step(worker, current, bucket, last=last)
         if last:
             current.stage = PassStage.COMPLETE
             self.gradients.forget_arrivals()
-            if self._peers is not None and current.failure is None:
-                failed = self.state.phase is Phase.FAILED
-                self._peers.meet(self.passes, current, bucket.buffer().device, failed=failed)
+            if self.passes == 1:
+                self.known_buckets.forget()
+            failed = self.state.phase is Phase.FAILED
+            self._peers.meet(self.passes, current, bucket.buffer().device, failed=failed)
         return done
 
     def _step(
@@ -234,40 +209,25 @@ class Engine:
             self.gradients.take_as_new(bucket.parameters())
         current.buckets += 1
         gradients = self.known_buckets.gradients(bucket)
-        if not self._averaged.issuperset(gradients.parameters):
-            self._averaged.update(gradients.parameters)
         if last:
-            self._stepper.require_averaged(self._averaged)
-        used = self._used(gradients.parameters)
-        averaged = self._start_average(current, bucket)
-        if (failure := self._known_failure(current, bucket, averaged)) is not None:
-            return failed_future(same_error(failure), bucket.buffer())
-        if current.released is not None and used is not None:
-            current.released.hand_over(gradients, used, last=last)
-        taken = Bucket(bucket.index(), gradients, averaged)
-        if self._told and used is not None:
-            taken.tell_used(used, worker.process_group)
-        done = self._queue.take(worker, current, taken, last=last)
-        if current.released is not None:
-            current.released.limit_backward(done, gradients.buffer.device)
+            self._stepper.require_averaged(self.known_buckets.parameters)
+        used = None
+        if self._shares_used or current.released is not None:
+            used = [self.gradients.has_come(parameter) for parameter in gradients.parameters]
+        taken = Bucket(bucket.index(), gradients, self._start_average(bucket))
+        if self._shares_used and used is not None:
+            taken.share_used(used, worker.process_group)
+        if current.failure is not None:
+            # But it is averaged: another rank may not know of the failure yet, and all must call the hook.
+            return failed_future(same_error(current.failure), bucket.buffer())
+        if current.released is None or used is None:
+            return current.take(worker, taken, last=last)
+        current.released.begin(gradients, used, last=last)
+        done = current.take(worker, taken, last=last)
+        current.released.limit_backward(done, gradients.buffer.device)
         return done
 
-    def _only_average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        self.gradients.take_as_new(bucket.parameters())
-        return self._comm_hook(self._comm_state, bucket).then(partial(average_of, bucket.buffer()))
-
-    def _used(self, parameters: Sequence[torch.Tensor]) -> list[bool] | None:
-        """Return which parameters got a gradient on this rank; ``None`` if it does not matter."""
-        if not self._told and self.release is None:
-            return None
-        if self._told and not self.gradients.watches(parameters):
-            raise ConfigError(
-                "DDP averages a parameter that the model did not have when overlap_optimizer was called: "
-                "remove() the overlap and make a new one"
-            )
-        return [self.gradients.has_come(parameter) for parameter in parameters]
-
-    def _start_average(self, current: BackwardPass, bucket: GradBucket) -> torch.futures.Future[Any]:
+    def _start_average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         """Call the communication hook.
 
         Raises:
@@ -278,27 +238,9 @@ class Engine:
             if not callable(getattr(averaged, "then", None)):
                 raise TypeError(f"it must return a future, got {type(averaged).__name__}")  # noqa: TRY301
         except Exception as error:
-            current.cancel()
             text = f"the communication hook failed for bucket {bucket.index()}: {text_of(error)}"
-            raise CommunicationError(text, current.report()) from error
+            raise CommunicationError(text) from error
         return averaged
-
-    def _known_failure(
-        self, current: BackwardPass, bucket: GradBucket, averaged: torch.futures.Future[Any]
-    ) -> OverlapError | None:
-        """Return why nothing more of the pass is stepped, if the hook knows at once that it has failed.
-
-        A rank that did not come is not waited for again. But later buckets are averaged: on another rank the
-        same failure may be known a moment later, and all ranks must call the hook for as many buckets.
-        """
-        if current.failure is None and averaged.done():
-            try:
-                averaged.value()
-            except Exception as error:  # noqa: BLE001 - whatever the hook has raised
-                current.cancel()
-                current.failure = self.fail(not_averaged(bucket.index(), error, current.report()))
-                self._queue.give_up(current.failure)
-        return current.failure
 
     def _ddp_sends_last(self) -> bool:
         """Return whether DDP may send its record of used parameters after the last hook.
@@ -314,7 +256,7 @@ class Engine:
         In its second pass DDP rebuilds its buckets, and it broadcasts buffers. Where it does neither, the
         last meeting is waited for in the next backward pass.
         """
-        if self._peers is None or self.state.phase is Phase.RUNNING:
+        if self.state.phase in (Phase.RUNNING, Phase.REMOVED):
             return
         try:
             if self.passes == 1 or self._has_buffers:
@@ -322,7 +264,7 @@ class Engine:
             self.state.raise_error()
         except OverlapError as error:
             self.passes += torch.is_grad_enabled()  # its backward pass would have been refused
-            raise self.fail(error) from error.__cause__
+            raise self.state.fail(error) from error.__cause__
 
     # ---- the end of a pass ----
 
@@ -353,17 +295,15 @@ class Engine:
 
         def announce(mark: _TaskMark = mark) -> None:
             if self._worker is not None:
-                self._queue.announce(self._worker, current)
+                current.announce(self._worker)
             before_end_of_backward(partial(_with_mark, finish, mark))
 
         before_end_of_backward(announce)
 
     def _finish(self, current: BackwardPass) -> None:
         current.end()
-        if current.canceled:
+        if current.failure is not None:
             self.state.raise_error()
-        self._queue.end()
-        current.norm = self._stepper.norm
         self._stepper.finish(self.gradients)
         self.state.finish()
 
@@ -371,12 +311,10 @@ class Engine:
         """End a pass that was left before it was finished: nothing more of it is stepped."""
         if current.stage is PassStage.ENDED or current is not self._current:
             return
-        current.cancel()
-        self.fail(
+        current.fail(
             StepError(
                 f"the backward pass ended after {current.buckets} buckets, with an error or because "
-                "parameters got no gradient, which DDP allows with find_unused_parameters=True only",
-                current.report(),
+                "parameters got no gradient, which DDP allows with find_unused_parameters=True only"
             )
         )
         current.end()
@@ -386,13 +324,13 @@ class Engine:
     def wait(self, timeout: float | None = None) -> StepReport:
         """Wait until every rank has got here; return the last report, or raise the first error."""
         self.require_outside_pass()
-        if self._peers is not None:
+        if self.state.phase is not Phase.REMOVED:
             try:
                 self._peers.wait(timeout)
             except OverlapError as error:
-                raise self.fail(error) from error.__cause__
+                raise self.state.fail(error) from error.__cause__
         self.state.raise_error()
-        return self.state.report()
+        return self.state.report
 
     def require_outside_pass(self) -> None:
         """Raise the first error, or raise if a backward pass runs or was left.
@@ -404,7 +342,7 @@ class Engine:
         """
         left = self.refuse_inside_pass("step() or wait()")
         if left is not None:
-            self._queue.wait()  # steps in progress end first, or the report would miss them
+            left.wait()  # steps in progress end first, or the report would miss them
             self._abandon(left)
         self.state.raise_error()
 
@@ -427,16 +365,6 @@ class Engine:
             )
         return current
 
-    def fail(self, error: OverlapError) -> OverlapError:
-        """Keep an error as the first one, and tell the other ranks; return what is to be raised.
-
-        The peers hear of it without a wait for any of them: the worker's private group ends.
-        """
-        first = self.state.fail(error, error.__cause__)
-        if self._worker is not None:
-            self._worker.fail(first)
-        return first
-
     def remove(self, *, watching: bool) -> None:
         """Stop stepping; only average from now on.
 
@@ -445,30 +373,35 @@ class Engine:
         """
         if not watching:
             self.gradients.stop()
-        if self._watch is not None:
-            self._watch.end()
         self.gradients.forget_used()
-        self._failed = self.state.phase is Phase.FAILED
+        self._failed |= self.state.phase is Phase.FAILED  # if called twice, too
         self.state.remove()
-        worker, self._worker, self._peers = self._worker, None, None
-        if worker is not None:
-            worker.close()
+        if self._worker is not None:
+            self._worker.close()
+        self._worker = None
+        self._current.end()
         if self.release is not None:  # now that no job frees memory any more
             self.release.memory.restore()
         self.known_buckets.forget()
         if self._failed:
-            self._queue.await_averages()
-        self._queue.end()
-        self._current = BackwardPass(PassKind.REMOVED)
+            self._current.await_averages()
+        self._current = BackwardPass(PassKind.REMOVED, self.state, self._stepper)
 
     def _terms(self) -> dict[str, object]:
         hook = self._comm_hook
         return {
             "communication hook": getattr(hook, "__qualname__", type(hook).__qualname__),
-            "unused parameters are told": self._told,
+            "parameters may be unused": self._shares_used,
             **self._progress(),
             **self._stepper.terms(),
         }
+
+
+def _require_agreement(compare: Callable[[], object]) -> None:
+    try:
+        compare()
+    except (AgreementError, dist.DistError) as error:
+        raise ConfigError(text_of(error)) from error
 
 
 class _TaskMark:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ddp_optim_overlap.errors import CommunicationError, ConfigError, text_of
-from ddp_optim_overlap.loop.gradient_watch import is_capturing
 from ddp_optim_overlap.passes.averaging import numbers_on, start_all_reduce
-from ddp_optim_overlap.passes.backward_pass import BackwardPass, PassKind
+from ddp_optim_overlap.passes.backward_pass import NAME, BackwardPass, PassKind
+from ddp_optim_overlap.passes.gradient_watch import is_capturing
 from dist_utils import OrderedWorker
 from dist_utils.process_groups import runs_on_host
-
-__all__ = ["Peers"]
 
 
 class Peers:
@@ -32,14 +31,12 @@ class Peers:
 
     Args:
         worker: Runs meetings on CPUs.
-        name: The prefix of their ranges in a profiler.
     """
 
-    def __init__(self, worker: OrderedWorker, name: str) -> None:
+    def __init__(self, worker: OrderedWorker) -> None:
         self._worker = worker
-        self._name = name
         self._streams: dict[torch.device, Any] = {}
-        self._meeting: _Meeting | None = None
+        self._await_meeting: Callable[[float | None], None] | None = None
 
     def meet(self, number: int, current: BackwardPass, device: torch.device, *, failed: bool) -> None:
         """Start the meeting that follows the last bucket of a pass.
@@ -51,15 +48,15 @@ class Peers:
             failed: Whether this rank has failed to step.
         """
         group = self._worker.process_group
+        mine = _Claim(number, current.kind is PassKind.PAUSED, failed)
         if group.size() == 1:
             return
-        said = _Said(number, paused=current.kind is PassKind.PAUSED, failed=failed)
         if runs_on_host(group, device):
-            job = partial(_meet_on_host, said, current)
-            self._meeting = _HostMeeting(self._worker.submit(job, name=f"{self._name}:meet_peers"))
-            return
-        if not is_capturing():
-            self._meeting = _DeviceMeeting(said, group, device, self._streams, current)
+            job = partial(_meet_on_host, mine, current)
+            met = self._worker.submit(job, name=f"{NAME}:meet_peers")
+            self._await_meeting = partial(_await_job, met)
+        elif not is_capturing():
+            self._await_meeting = self._meet_on_device(mine, current, device)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every rank has come to the last meeting, or one has failed.
@@ -72,11 +69,32 @@ class Peers:
             CommunicationError: Another rank has failed. On CPUs the worker has the error instead.
             ConfigError: Ranks are in different passes.
         """
-        if self._meeting is not None and not is_capturing():
-            self._meeting.wait(timeout)
+        if self._await_meeting is not None and not is_capturing():
+            self._await_meeting(timeout)
+
+    def _meet_on_device(
+        self, mine: _Claim, current: BackwardPass, device: torch.device
+    ) -> Callable[[float | None], None]:
+        """Meet on an accelerator, whose host waits only when it is asked."""
+        accelerator: Any = torch.get_device_module(device)
+        if device not in self._streams:
+            self._streams[device] = accelerator.Stream(device)
+        stream = self._streams[device]
+        with accelerator.stream(stream):
+            values = numbers_on(device, mine.values())
+            # Only the stream waits.
+            start_all_reduce(values, self._worker.process_group, dist.ReduceOp.MAX).wait()
+            largest = values.to("cpu", non_blocking=True)
+            copied = stream.record_event()
+
+        def wait(_: float | None) -> None:  # the process group's own timeout watches over it
+            copied.synchronize()
+            mine.compare(largest.tolist(), current)
+
+        return wait
 
 
-class _Said(NamedTuple):
+class _Claim(NamedTuple):
     """What a rank says in a meeting."""
 
     number: int
@@ -87,7 +105,7 @@ class _Said(NamedTuple):
         """Return numbers whose maxima over all ranks tell whether all have said the same."""
         return [self.number, -self.number, self.paused, -self.paused, self.failed]
 
-    def judge(self, largest: list[int], current: BackwardPass) -> None:
+    def compare(self, largest: list[int], current: BackwardPass) -> None:
         """Raise if another rank has said something else.
 
         Args:
@@ -104,57 +122,22 @@ class _Said(NamedTuple):
             raise CommunicationError("another rank failed in this step", current.report())
 
 
-class _Meeting(Protocol):
-    def wait(self, timeout: float | None) -> None: ...
-
-
-class _HostMeeting:
-    """A meeting that is a job of the worker, which keeps its error."""
-
-    def __init__(self, met: torch.futures.Future[None]) -> None:
-        self._met = met
-
-    def wait(self, timeout: float | None) -> None:
-        if self._met.done():
-            return
-        done = threading.Event()
-        self._met.add_done_callback(lambda _: done.set())
-        if not done.wait(timeout):
-            raise TimeoutError(f"a peer has not finished its step within {timeout:g} s")
-
-
-def _meet_on_host(said: _Said, current: BackwardPass, group: dist.ProcessGroup) -> None:
-    values = numbers_on(torch.device("cpu"), said.values())
+def _meet_on_host(mine: _Claim, current: BackwardPass, group: dist.ProcessGroup) -> None:
+    values = numbers_on(torch.device("cpu"), mine.values())
     try:
         start_all_reduce(values, group, dist.ReduceOp.MAX).wait()
     except Exception as error:
         raise CommunicationError(
             f"another rank failed in this step: {text_of(error)}", current.report()
         ) from error
-    said.judge(values.tolist(), current)
+    mine.compare(values.tolist(), current)
 
 
-class _DeviceMeeting:
-    """A meeting on an accelerator, whose host waits only when it is asked."""
-
-    def __init__(
-        self,
-        said: _Said,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        streams: dict[torch.device, Any],
-        current: BackwardPass,
-    ) -> None:
-        self._said, self._current = said, current
-        accelerator: Any = torch.get_device_module(device)
-        stream = streams.get(device) or streams.setdefault(device, accelerator.Stream(device))
-        with accelerator.stream(stream):
-            values = numbers_on(device, said.values())
-            start_all_reduce(values, group, dist.ReduceOp.MAX).wait()  # only the stream waits
-            self._largest = values.to("cpu", non_blocking=True)
-            self._copied = stream.record_event()
-
-    def wait(self, timeout: float | None) -> None:
-        del timeout  # the process group's own watches over collectives on accelerators
-        self._copied.synchronize()
-        self._said.judge(self._largest.tolist(), self._current)
+def _await_job(met: torch.futures.Future[None], timeout: float | None) -> None:
+    """Wait for a job of the worker, which keeps its error."""
+    if met.done():
+        return
+    done = threading.Event()
+    met.add_done_callback(lambda _: done.set())
+    if not done.wait(timeout):
+        raise TimeoutError(f"a peer has not finished its step within {timeout:g} s")

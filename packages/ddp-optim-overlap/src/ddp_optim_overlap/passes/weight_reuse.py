@@ -11,11 +11,9 @@ import torch
 from ddp_optim_overlap.errors import WeightReuseError
 from dist_utils.torch_compat import inside_backward
 
-__all__ = ["WeightWatch"]
-
 
 class WeightWatch:
-    """Makes every use of a stepped parameter in the rest of its backward pass an error.
+    """Makes every use of a stepped parameter in the rest of one backward pass an error.
 
     A checkpointed block runs its forward pass again inside the backward pass. If it reads a parameter
     without a gradient (``weight.detach()``, a module under ``no_grad``), that parameter may have been
@@ -27,21 +25,16 @@ class WeightWatch:
 
     def __init__(self) -> None:
         self._classes: list[tuple[torch.Tensor, type]] = []
-        self._watching = False
+        self._watching = True
         self._lock = threading.Lock()  # steps run on the worker, the end of the pass does not
 
-    def begin(self) -> None:
-        """Begin a backward pass."""
-        self.end()
-        self._watching = True
-
-    def stepped(self, parameters: Sequence[torch.Tensor]) -> None:
+    def watch(self, parameters: Sequence[torch.Tensor]) -> None:
         """Watch these parameters until the backward pass ends."""
         with self._lock:
             if self._watching:
                 for parameter in parameters:
                     self._classes.append((parameter, type(parameter)))
-                    parameter.__class__ = _watched(type(parameter))
+                    parameter.__class__ = _watched_class(type(parameter))
 
     def end(self) -> None:
         """End the backward pass: give the parameters their class back."""
@@ -69,7 +62,7 @@ _DESCRIPTIONS = {
 _watched_classes: dict[type, type] = {}
 
 
-def _watched(own: type) -> type:
+def _watched_class(own: type) -> type:
     if own not in _watched_classes:
         _watched_classes[own] = type(own.__name__, (own,), {"__torch_function__": classmethod(_refuse)})
     return _watched_classes[own]

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-__all__ = ["Choice", "Round", "fastest", "reasons", "typical_seconds"]
-
 _GAIN = 1.02
 """A candidate that sends fewer bytes must be faster by this factor: less is within the noise."""
 

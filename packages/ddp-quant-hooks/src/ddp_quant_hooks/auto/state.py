@@ -18,27 +18,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import CompressState, allreduce_hook, bf16_compress_hook
 from ddp_quant_hooks.auto.choice import Choice
-from ddp_quant_hooks.auto.clock import Mark
-from ddp_quant_hooks.auto.trial import Trial, TrialPass, largest_of_ranks
-from ddp_quant_hooks.feedback import Kind, Step
-from ddp_quant_hooks.hook import quantized_allreduce_hook
+from ddp_quant_hooks.auto.trial import Mark, Trial, TrialPass, largest_of_ranks
+from ddp_quant_hooks.feedback.step import Kind, Step
+from ddp_quant_hooks.hook import checked_buffer, quantized_allreduce_hook
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from dist_utils import GroupLike, resolve_group, torch_compat
 from dist_utils.comm_hooks import (
     HookState,
     buckets_only,
-    check_gradient_dtype,
     completed_future,
     failed_future,
-    is_pair,
     require_same_bucket,
 )
 from dist_utils.torch_compat import GradBucket
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__all__ = ["AutoState", "Candidate", "CandidateError", "auto_hook", "default_candidates"]
 
 _log = logging.getLogger(__name__)
 
@@ -139,16 +134,19 @@ class AutoState(HookState):
         self._agreed: weakref.ref[dist.ProcessGroup] | None = None
         self._loaded: str | None = None
         self._running: Step | None = None
-        self._trial: Trial | None
+        self._now: Trial | Choice
         self._turn: TrialPass | None
-        self.choice: Choice | None
-        """The choice and its reasons; ``None`` before."""
         self._begin_trial()
+
+    @property
+    def choice(self) -> Choice | None:
+        """The choice and its reasons; ``None`` before."""
+        return self._now if isinstance(self._now, Choice) else None
 
     @property
     def trying(self) -> bool:
         """Whether candidates are being tried."""
-        return self._trial is not None
+        return isinstance(self._now, Trial)
 
     def bind(self, ddp: DistributedDataParallel) -> "Self":
         """Bind this state and those of its candidates to a model; see :meth:`HookState.bind`."""
@@ -317,7 +315,7 @@ class AutoState(HookState):
         try:
             if state["choice"] is None:
                 return None
-            choice = _read_choice(state["choice"])
+            choice = Choice(**{one.name: state["choice"][one.name] for one in fields(Choice)})
             fits = (state["residuals"] is None) == (self._quantized(choice.candidate) is None)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not a choice that state_dict() returned: {error!r}") from error
@@ -359,9 +357,9 @@ class AutoState(HookState):
         self._agreed = weakref.ref(group)
 
     def _begin_pass(self, device: torch.device) -> None:
-        if self._trial is None:
+        if isinstance(self._now, Choice):
             return
-        found = self._trial.next_pass(Mark(device), self.worker)
+        found = self._now.next_pass(Mark(device), self.worker)
         if isinstance(found, TrialPass):
             self._turn = found
             # A sample measures the error of one pass, without residuals of earlier ones.
@@ -373,12 +371,11 @@ class AutoState(HookState):
                 _log.info("AutoState: %s", found.why)
 
     def _begin_trial(self) -> None:
-        self._trial = Trial(list(self.candidates), self.max_error, self._known_errors())
-        self._turn, self.choice = None, None
+        self._now, self._turn = Trial(list(self.candidates), self.max_error, self._known_errors()), None
         self._in_use = next(iter(self.candidates))
 
     def _choose(self, choice: Choice) -> None:
-        self._trial, self._turn, self.choice, self._in_use = None, None, choice, choice.candidate
+        self._now, self._turn, self._in_use = choice, None, choice.candidate
         super().close()
         chosen = self.candidates[choice.candidate].state
         for state in self._bound_states():
@@ -424,14 +421,8 @@ def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torc
     """
     if not isinstance(state, AutoState):
         raise TypeError(f"auto_hook needs an AutoState as its state, got {type(state).__name__}")
-    if is_pair(bucket):
-        raise TypeError(
-            "auto_hook averages buckets, and DDP's Python reducer has none: set "
-            "torch._dynamo.config.optimize_ddp to True or 'ddp_optimizer'"
-        )
+    buffer = checked_buffer("auto_hook", bucket)
     state.bucket_came()
-    buffer = bucket.buffer()
-    check_gradient_dtype(buffer)
     if state.process_group.size() == 1:
         return completed_future(buffer)
     state.refuse_capture(buffer)
@@ -472,14 +463,3 @@ def _checked_candidates(candidates: object) -> dict[str, Candidate]:
         if not (isinstance(name, str) and both):
             raise TypeError(f"candidates must be pairs of a state and a hook by name, got {name!r}: {pair!r}")
     return {name: Candidate(*pair) for name, pair in candidates.items()}
-
-
-def _read_choice(saved: Any) -> Choice:
-    """Return a saved choice. Raises ``KeyError``, ``TypeError`` or ``AttributeError`` for anything else."""
-    choice = Choice(**{one.name: saved[one.name] for one in fields(Choice)})
-    if type(choice.candidate) is not str or type(choice.why) is not str:
-        raise TypeError("candidate and why must be strings")
-    for table in (choice.seconds, choice.errors):
-        if not all(type(name) is str and type(number) is float for name, number in table.items()):
-            raise TypeError("seconds and errors must be numbers by name")
-    return choice

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,13 +18,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_quant_hooks.auto.choice import Choice, Round, fastest, reasons, typical_seconds
-from ddp_quant_hooks.auto.clock import Mark
 from ddp_quant_hooks.exchange.values import flat_real
 from ddp_quant_hooks.statistics import relative_error
 from dist_utils import OrderedWorker
 from dist_utils.process_groups import all_gather_plain, collective_device
-
-__all__ = ["Trial", "TrialPass", "largest_of_ranks"]
 
 _WARM_UP = 3
 """Passes before the first turn: DDP rebuilds its buckets after the first one (the second, with a static
@@ -40,6 +38,29 @@ down one candidate's whole turn, but hardly two of three."""
 _FOLLOWING = 2
 """Passes with the fastest candidate before the choice. When they are over, no rank is in an exchange with
 another candidate, and those can be closed."""
+
+
+class Mark:
+    """A point in time: now, or when an accelerator's current stream gets there. Making one does not block.
+
+    Args:
+        device: The device whose time is recorded.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._host = time.perf_counter()
+        self._event: Any = None
+        if device.type != "cpu":
+            accelerator: Any = torch.get_device_module(device)
+            self._event = accelerator.Event(enable_timing=True)
+            self._event.record(accelerator.current_stream(device))
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Return the seconds between two marks of one device. Waits until both are past."""
+        if self._event is None:
+            return self._host - earlier._host
+        self._event.synchronize()
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class TrialPass:

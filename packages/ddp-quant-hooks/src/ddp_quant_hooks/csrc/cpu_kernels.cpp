@@ -11,6 +11,10 @@
 #include <thread>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "cpu_rotation.h"
 
 namespace {
@@ -61,14 +65,33 @@ BLOCK_MATH void write_scaled(int64_t half, Scaled scaled, uint8_t* __restrict pa
         for (int64_t i = 0; i < half; ++i) Numbers::write(payload, i, half, scaled(i), scaled(half + i));
 }
 
-template <class Numbers>
+#if defined(__x86_64__)
+// Writes 32 values times a factor as 8-bit integers, like `nearest`. Compilers know no bounds of the integers, and
+// narrow them with three times as many instructions.
+__attribute__((target("avx2"))) inline void write_32(const float* values, float factor, uint8_t* payload) {
+    __m256i numbers[4];
+    for (int i = 0; i < 4; ++i)
+        numbers[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(values + 8 * i), _mm256_set1_ps(factor)));
+    __m256i low = _mm256_packs_epi32(numbers[0], numbers[1]), high = _mm256_packs_epi32(numbers[2], numbers[3]);
+    __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // both halves of the vectors were packed apart
+    __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), in_order);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(payload), bytes);
+}
+#endif
+
+template <class Numbers, int kLanes>
 BLOCK_MATH void write_numbers(const float* __restrict values, int64_t half, Encoding by, uint8_t* __restrict payload) {
     auto unshifted = [=](int64_t i) __attribute__((always_inline)) { return values[i] * by.inverse; };
     auto shifted = [=](int64_t i) __attribute__((always_inline)) { return scaled(values[i], by); };
-    if (by.shift == 1.0f)  // the usual case: one multiplication less
-        write_scaled<Numbers>(half, unshifted, payload);
-    else
-        write_scaled<Numbers>(half, shifted, payload);
+    if (by.shift != 1.0f) return write_scaled<Numbers>(half, shifted, payload);
+    // The usual case: one multiplication less.
+#if defined(__x86_64__)
+    if constexpr (kLanes == 8 && Numbers::bytes(2) == 2) {
+        for (int64_t i = 0; i < 2 * half; i += 32) write_32(values + i, by.inverse, payload + i);
+        return;
+    }
+#endif
+    write_scaled<Numbers>(half, unshifted, payload);
 }
 
 template <class Numbers>
@@ -125,7 +148,7 @@ BLOCK_MATH void encode_block(const float* __restrict values, int64_t block, int6
         int32_t turned = may_be_rotated ? rotate_if_it_pays<Numbers, kLanes>(values, block, largest, rotated) : 0;
         if (turned) {
             by = encoding_of(turned, Numbers::kLevels);
-            write_numbers<Numbers>(rotated, half, by, payload);
+            write_numbers<Numbers, kLanes>(rotated, half, by, payload);
             float sent = -by.scale;
             memcpy(scale, &sent, 4);
             if (!new_residual) return;
@@ -135,7 +158,7 @@ BLOCK_MATH void encode_block(const float* __restrict values, int64_t block, int6
             return;
         }
     }
-    write_numbers<Numbers>(values, half, by, payload);
+    write_numbers<Numbers, kLanes>(values, half, by, payload);
     memcpy(scale, &by.scale, 4);
     if (!new_residual) return;
     if (count == block) store_loss<Numbers>(values, block, block, payload, by.scale, new_residual);

@@ -10,7 +10,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,35 +21,36 @@ from ddp_quant_hooks import kernels
 from ddp_quant_hooks.exchange.plan import Chunk, Delivery, Lost, Plan, Stage, Way
 from ddp_quant_hooks.exchange.scratch import Scratch
 from ddp_quant_hooks.exchange.values import Exchange, Values
-from ddp_quant_hooks.feedback import BucketResiduals
+from ddp_quant_hooks.feedback.store import BucketResiduals
+from ddp_quant_hooks.kernels import Layout
 from dist_utils import start_messages
-from dist_utils.process_groups import Arrival
-
-__all__ = ["Task", "average", "reduce_scatter"]
 
 _LAG = 1
 """How many chunks are started between two turns of a chunk."""
 
 
+NotFinite: TypeAlias = Callable[[torch.Tensor], None]
+
+
 @dataclass(frozen=True)
 class Task:
-    """What the exchanges of one bucket have in common.
+    """How some values are averaged, the same way on every rank.
 
     Attributes:
-        group: The process group whose ranks average.
         plan: Who sends what to whom.
         residuals: Rounding errors of earlier steps, which are added, and of this one.
         not_finite: Called for each chunk with a flag, whether a value of its mean is not finite; ``None`` if
             that is not needed.
         label: What the messages are about; identical on all ranks. On Gloo, ranks with different labels wait
             for each other until the timeout.
+        sampled: Whether the error is measured.
     """
 
-    group: dist.ProcessGroup
     plan: Plan
     residuals: BucketResiduals
-    not_finite: Callable[[torch.Tensor], None] | None = None
+    not_finite: NotFinite | None = None
     label: int = 0
+    sampled: bool = False
 
     def residual(self, lost: Lost | None, length: int) -> dict[str, torch.Tensor | None]:
         """Return the residuals of some values, for the kernels."""
@@ -58,28 +61,35 @@ class Task:
         return {"residual": residual, "new_residual": new_residual}
 
 
-def average(task: Task, values: Values, scratches: list[Scratch]) -> None:
+def average(group: dist.ProcessGroup, task: Task, values: Values, scratches: list[Scratch]) -> None:
     """Average ``values`` in place; all ranks end with the same bits.
 
     Args:
-        task: Of the bucket.
-        values: All of the bucket.
+        group: The process group whose ranks average.
+        task: How they do.
+        values: All of a bucket.
         scratches: Unused ones; the list grows to as many as are needed at a time.
     """
 
     def exchange(index: int, chunk: Chunk, scratch: Scratch) -> Exchange:
-        return values.exchanged(
-            chunk.span, scratch, lambda part: _average_chunk(task, chunk.stage, part, scratch, index)
-        )
+        of_chunk = _ChunkExchange(group, task, scratch, index)
+        return values.exchanged(chunk.span, scratch, partial(of_chunk.average, chunk.stage))
 
     _take_turns(task.plan, exchange, scratches, values.device)
 
 
-def reduce_scatter(task: Task, shards: torch.Tensor, mean: torch.Tensor, scratches: list[Scratch]) -> None:
+def reduce_scatter(
+    group: dist.ProcessGroup,
+    task: Task,
+    shards: torch.Tensor,
+    mean: torch.Tensor,
+    scratches: list[Scratch],
+) -> None:
     """Average every rank's shard on that rank.
 
     Args:
-        task: Of the call.
+        group: The process group whose ranks average.
+        task: How they do.
         shards: This rank's values for all ranks, flat, one shard of equal length after another.
         mean: The output for the mean of this rank's shard; flat.
         scratches: As for :func:`average`.
@@ -88,7 +98,8 @@ def reduce_scatter(task: Task, shards: torch.Tensor, mean: torch.Tensor, scratch
 
     def exchange(index: int, chunk: Chunk, scratch: Scratch) -> Exchange:
         part = slice(chunk.span.start, chunk.span.stop)
-        return _reduce_scatter_chunk(task, chunk, rows[:, part], mean[part], scratch, index)
+        of_chunk = _ChunkExchange(group, task, scratch, index)
+        return of_chunk.reduce_scatter(chunk, rows[:, part], mean[part])
 
     _take_turns(task.plan, exchange, scratches, mean.device)
 
@@ -127,181 +138,189 @@ def _resume(exchange: Exchange) -> bool:
     return next(exchange, exchange) is not exchange
 
 
-def _average_chunk(task: Task, stage: Stage, values: torch.Tensor, scratch: Scratch, index: int) -> Exchange:
-    """Average a flat chunk in place: all ranks decode the same messages of its mean."""
-    answers = scratch.take(stage.answers.total)
-    yield from _answer(task, stage, values, answers, scratch, index)
-    messages: list[Sequence[torch.Tensor]] = []
-    lengths: list[int] = []
-    for shard, pieces in zip(stage.answers.shards(answers), stage.pieces, strict=True):
-        lengths += pieces
-        copies = [length for length in pieces for _ in range(stage.copies)]
-        parts = torch.split(shard, [stage.answer.message_bytes(length) for length in copies])
-        messages += [parts[first : first + stage.copies] for first in range(0, len(parts), stage.copies)]
-    if task.not_finite is not None:
-        flat = [message for of_piece in messages for message in of_piece]
-        of_each = [length for length in lengths for _ in range(stage.copies)]
-        task.not_finite(kernels.not_finite(flat, of_each, stage.answer))
-    kernels.decode_shards(messages, lengths, stage.answer, values)
-    _enlarge(values, task.plan.enlarge)
+@dataclass(frozen=True)
+class _ChunkExchange:
+    """The exchange of one chunk.
 
+    Attributes:
+        group: The process group whose ranks average.
+        task: How they do.
+        scratch: Memory until the exchange is over.
+        index: The number of the chunk.
+    """
 
-def _answer(
-    task: Task, stage: Stage, values: torch.Tensor, answers: torch.Tensor, scratch: Scratch, index: int
-) -> Exchange:
-    """Fill ``answers`` with messages of the mean of ``values``, the same on all ranks of the row."""
-    if not values.numel():  # on no rank of the row; the others still expect to take turns
-        for _ in range(stage.turns):
-            yield
-        return
-    mine = stage.answers.messages(answers)[stage.place]
-    if stage.way is Way.ONE_SHOT:
-        messages = answers.view(2, -1).unbind()
-        own, layout = messages[stage.place], task.plan.formats.scatter
-        residual = task.residual(stage.lost, values.numel())
-        kernels.encode_shards(values, [own], stage.lengths, layout, **residual)
-        works = _start(task, stage, [own] * 2, messages, (index, stage.tag, 0))
+    group: dist.ProcessGroup
+    task: Task
+    scratch: Scratch
+    index: int
+
+    def average(self, stage: Stage, values: torch.Tensor) -> Exchange:
+        """Average the flat chunk in place: all ranks decode the same messages of its mean."""
+        answers = self.scratch.take(stage.answers.total)
+        yield from self._answer(stage, values, answers)
+        messages: list[Sequence[torch.Tensor]] = []
+        lengths: list[int] = []
+        for shard, pieces in zip(stage.answers.shards(answers), stage.pieces, strict=True):
+            lengths += pieces
+            copies = [length for length in pieces for _ in range(stage.copies)]
+            parts = torch.split(shard, [stage.answer.message_bytes(length) for length in copies])
+            messages += [parts[first : first + stage.copies] for first in range(0, len(parts), stage.copies)]
+        self._restore(messages, lengths, stage.answer, values)
+
+    def reduce_scatter(self, chunk: Chunk, parts: torch.Tensor, mean: torch.Tensor) -> Exchange:
+        """Average all ranks' values for this rank's shard."""
+        stage, delivery = chunk.stage, chunk.delivery
+        values = parts.view(-1) if parts.is_contiguous() else self._joined(list(parts))
+        if delivery is None:
+            incoming = yield from self._scatter_few_bits(stage, values)
+        else:
+            sums = yield from self._sums(stage, values)
+            incoming = yield from self._deliver(stage, delivery, sums, mean.numel())
+        self._restore([incoming], [mean.numel()], self.task.plan.formats.scatter, mean)
+
+    def _restore(
+        self,
+        messages: Sequence[Sequence[torch.Tensor]],
+        lengths: Sequence[int],
+        layout: Layout,
+        means: torch.Tensor,
+    ) -> None:
+        """Decode means, shard by shard, and make them as large as they are."""
+        if self.task.not_finite is not None:
+            flat = [message for of_shard in messages for message in of_shard]
+            of_each = [length for length, copies in zip(lengths, messages, strict=True) for _ in copies]
+            self.task.not_finite(kernels.not_finite(flat, of_each, layout))
+        kernels.decode_shards(messages, lengths, layout, means)
+        factor = self.task.plan.enlarge
+        if factor != 1:  # finite means stay finite
+            largest = torch.finfo(means.dtype).max
+            means.mul_(factor).clamp_(-largest, largest)
+
+    def _answer(self, stage: Stage, values: torch.Tensor, answers: torch.Tensor) -> Exchange:
+        """Fill ``answers`` with messages of the mean of ``values``, the same on all ranks of the row."""
+        if not values.numel():  # on no rank of the row; the others still expect to take turns
+            for _ in range(stage.turns):
+                yield
+            return
+        mine = stage.answers.messages(answers)[stage.place]
+        if stage.way is Way.ONE_SHOT:
+            messages = answers.view(2, -1).unbind()
+            own, layout = messages[stage.place], self.task.plan.formats.scatter
+            residual = self.task.residual(stage.lost, values.numel())
+            kernels.encode_shards(values, [own], stage.lengths, layout, **residual)
+            yield from self._swap(stage, [own] * 2, messages, 0)
+            return
+        if stage.way is Way.TWO_SHOT:
+            incoming = yield from self._scatter_few_bits(stage, values)
+            length, formats = stage.lengths[stage.place], self.task.plan.formats
+            residual = self.task.residual(stage.lost_mean, length)
+            kernels.reduce(incoming, formats.scatter, length, mine, formats.gather, **residual)
+        else:
+            sums = yield from self._sums(stage, values)
+            parts = torch.split(sums, [stage.lengths[shard] for shard in stage.owned])
+            blocks = stage.answers.shards(answers)
+            yield from _together(
+                self._answer(further, part, blocks[shard])
+                for shard, further, part in zip(stage.owned, stage.further, parts, strict=True)
+            )
+        yield from self._swap(stage, [mine] * len(stage.ranks), stage.answers.messages(answers), 1)
+
+    def _sums(self, stage: Stage, values: torch.Tensor) -> Generator[None, None, torch.Tensor]:
+        """Return, in fp32, what the row contributes to the means of the shards that this rank owns."""
+        lengths = [stage.lengths[shard] for shard in stage.owned]
+        if stage.way is Way.FEW_BITS:
+            incoming = yield from self._scatter_few_bits(stage, values)
+            sums = self.scratch.take(sum(lengths), torch.float32)
+            layout = self.task.plan.formats.scatter
+            sizes = [layout.message_bytes(length) for length in lengths]
+            of_ranks = [torch.split(message, sizes) for message in incoming]
+            kernels.decode_shards([*zip(*of_ranks, strict=True)], lengths, layout, sums)
+            if stage.factor != 1:
+                sums *= stage.factor
+            return sums
+        parts = torch.split(values, list(stage.lengths))
+        outgoing = [
+            self._joined(
+                [parts[shard] for shard, owner in enumerate(stage.outgoing.owners) if owner == place]
+            )
+            for place in range(len(stage.ranks))
+        ]
+        incoming = [self.scratch.take(sum(lengths), values.dtype) for _ in stage.ranks]
+        incoming[stage.place] = outgoing[stage.place]
+        yield from self._swap(stage, outgoing, incoming, 0)
+        sums = self.scratch.take(sum(lengths), torch.float32).zero_()
+        # Made smaller first, as a sum of finite values may not be finite; by a power of two, which rounds
+        # nothing but subnormal numbers.
+        scale = 2.0 ** -math.ceil(math.log2(len(incoming)))
+        for part in incoming:
+            sums.add_(part, alpha=scale)
+        if stage.factor != scale:
+            sums *= stage.factor / scale
+        return sums
+
+    def _scatter_few_bits(
+        self, stage: Stage, values: torch.Tensor
+    ) -> Generator[None, None, list[torch.Tensor]]:
+        """Send each owner its shards, and return every rank's messages of the shards that this rank owns."""
+        memory, formats = self.scratch.take(stage.outgoing.total), self.task.plan.formats
+        residual = self.task.residual(stage.lost, values.numel())
+        shards = stage.outgoing.shards(memory)
+        kernels.encode_shards(values, shards, stage.lengths, formats.scatter, **residual)
+        outgoing = stage.outgoing.messages(memory)
+        own = outgoing[stage.place]
+        incoming = [self.scratch.take(own.numel()) for _ in stage.ranks]
+        incoming[stage.place] = own
+        yield from self._swap(stage, outgoing, incoming, 0)
+        return incoming
+
+    def _deliver(
+        self, stage: Stage, delivery: Delivery, sums: torch.Tensor, length: int
+    ) -> Generator[None, None, list[torch.Tensor]]:
+        """Send each sum to the rank whose shard it is, and return what all hosts have sent this one."""
+        me, layout = stage.ranks[stage.place], self.task.plan.formats.scatter
+        size, count = layout.message_bytes(length), len(delivery.receivers)
+        outgoing = torch.split(self.scratch.take(size * count), size)
+        residual = self.task.residual(delivery.lost, sums.numel())
+        kernels.encode_shards(sums, outgoing, [length] * count, layout, **residual)
+        mine = outgoing[delivery.receivers.index(me)]
+        incoming = [mine if rank == me else self.scratch.take(size) for rank in delivery.senders]
+        receives = zip(delivery.senders, incoming, strict=True)
+        sends = zip(delivery.receivers, outgoing, strict=True)
+        yield from self._exchange(
+            [(rank, message) for rank, message in receives if rank != me],
+            [(rank, message) for rank, message in sends if rank != me],
+            (self.index, stage.tag, 1),
+        )
+        return incoming
+
+    def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return values in one tensor; a single part is not copied."""
+        if len(parts) == 1:
+            return parts[0]
+        joined = self.scratch.take(sum(part.numel() for part in parts), parts[0].dtype)
+        return torch.cat(list(parts), out=joined)
+
+    def _swap(
+        self, stage: Stage, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], turn: int
+    ) -> Exchange:
+        """Send ``outgoing[place]`` to, and receive ``incoming[place]`` from, every peer of a row."""
+        receives = [(stage.ranks[peer], incoming[peer]) for peer in stage.peers]
+        sends = [(stage.ranks[peer], outgoing[peer]) for peer in stage.peers]
+        yield from self._exchange(receives, sends, (self.index, stage.tag, turn))
+
+    def _exchange(
+        self,
+        receives: Sequence[tuple[int, torch.Tensor]],
+        sends: Sequence[tuple[int, torch.Tensor]],
+        tag: tuple[int, ...],
+    ) -> Exchange:
+        """Start messages, pause, and wait for them."""
+        tag_of_all = hash((*tag, self.task.label))
+        works = start_messages(self.group, receives=receives, sends=sends, tag=tag_of_all)
         yield
 
-        _wait_for(works)
-        return
-    if stage.way is Way.TWO_SHOT:
-        incoming = yield from _scatter_few_bits(task, stage, values, scratch, index)
-        length, formats = stage.lengths[stage.place], task.plan.formats
-        residual = task.residual(stage.lost_mean, length)
-        kernels.reduce(incoming, formats.scatter, length, mine, formats.gather, **residual)
-    else:
-        sums = yield from _sums(task, stage, values, scratch, index)
-        parts = torch.split(sums, [stage.lengths[shard] for shard in stage.owned])
-        blocks = stage.answers.shards(answers)
-        yield from _together(
-            _answer(task, further, part, blocks[shard], scratch, index)
-            for shard, further, part in zip(stage.owned, stage.further, parts, strict=True)
-        )
-    works = _start(
-        task, stage, [mine] * len(stage.ranks), stage.answers.messages(answers), (index, stage.tag, 1)
-    )
-    yield
-
-    _wait_for(works)
-
-
-def _sums(
-    task: Task, stage: Stage, values: torch.Tensor, scratch: Scratch, index: int
-) -> Generator[None, None, torch.Tensor]:
-    """Return, in fp32, what the row contributes to the means of the shards that this rank owns."""
-    lengths = [stage.lengths[shard] for shard in stage.owned]
-    if stage.way is Way.FEW_BITS:
-        incoming = yield from _scatter_few_bits(task, stage, values, scratch, index)
-        sums = scratch.take(sum(lengths), torch.float32)
-        layout = task.plan.formats.scatter
-        sizes = [layout.message_bytes(length) for length in lengths]
-        of_ranks = [torch.split(message, sizes) for message in incoming]
-        kernels.decode_shards([*zip(*of_ranks, strict=True)], lengths, layout, sums)
-        if stage.factor != 1:
-            sums *= stage.factor
-        return sums
-    parts = torch.split(values, list(stage.lengths))
-    outgoing = [
-        _joined(
-            [parts[shard] for shard, owner in enumerate(stage.outgoing.owners) if owner == place], scratch
-        )
-        for place in range(len(stage.ranks))
-    ]
-    incoming = [scratch.take(sum(lengths), values.dtype) for _ in stage.ranks]
-    incoming[stage.place] = outgoing[stage.place]
-    works = _start(task, stage, outgoing, incoming, (index, stage.tag, 0))
-    yield
-
-    _wait_for(works)
-    sums = scratch.take(sum(lengths), torch.float32).zero_()
-    # Made smaller first, as a sum of finite values may not be finite; by a power of two, which rounds nothing
-    # but subnormal numbers.
-    scale = 2.0 ** -math.ceil(math.log2(len(incoming)))
-    for part in incoming:
-        sums.add_(part, alpha=scale)
-    if stage.factor != scale:
-        sums *= stage.factor / scale
-    return sums
-
-
-def _scatter_few_bits(
-    task: Task, stage: Stage, values: torch.Tensor, scratch: Scratch, index: int
-) -> Generator[None, None, Sequence[torch.Tensor]]:
-    """Send each owner its shards, and return every rank's messages of the shards that this rank owns."""
-    memory = scratch.take(stage.outgoing.total)
-    kernels.encode_shards(
-        values,
-        stage.outgoing.shards(memory),
-        stage.lengths,
-        task.plan.formats.scatter,
-        **task.residual(stage.lost, values.numel()),
-    )
-    outgoing = stage.outgoing.messages(memory)
-    own = outgoing[stage.place]
-    incoming = [scratch.take(own.numel()) for _ in stage.ranks]
-    incoming[stage.place] = own
-    works = _start(task, stage, outgoing, incoming, (index, stage.tag, 0))
-    yield
-
-    _wait_for(works)
-    return incoming
-
-
-def _reduce_scatter_chunk(
-    task: Task, chunk: Chunk, parts: torch.Tensor, mean: torch.Tensor, scratch: Scratch, index: int
-) -> Exchange:
-    """Average all ranks' values for this rank's shard."""
-    stage, delivery, layout = chunk.stage, chunk.delivery, task.plan.formats.scatter
-    values = parts.view(-1) if parts.is_contiguous() else _joined(list(parts), scratch)
-    if delivery is None:
-        incoming = yield from _scatter_few_bits(task, stage, values, scratch, index)
-    else:
-        sums = yield from _sums(task, stage, values, scratch, index)
-        incoming = yield from _deliver(task, delivery, sums, mean.numel(), scratch, (index, stage.tag, 1))
-    if task.not_finite is not None:
-        task.not_finite(kernels.not_finite(incoming, [mean.numel()] * len(incoming), layout))
-    kernels.decode(incoming, layout, mean)
-    _enlarge(mean, task.plan.enlarge)
-
-
-def _deliver(
-    task: Task,
-    delivery: Delivery,
-    sums: torch.Tensor,
-    length: int,
-    scratch: Scratch,
-    tag: tuple[int, ...],
-) -> Generator[None, None, Sequence[torch.Tensor]]:
-    """Send each sum to the rank whose shard it is, and return what all hosts have sent this one."""
-    me, layout = task.group.rank(), task.plan.formats.scatter
-    size, count = layout.message_bytes(length), len(delivery.receivers)
-    outgoing = torch.split(scratch.take(size * count), size)
-    residual = task.residual(delivery.lost, sums.numel())
-    kernels.encode_shards(sums, outgoing, [length] * count, layout, **residual)
-    mine = outgoing[delivery.receivers.index(me)]
-    incoming = [mine if rank == me else scratch.take(size) for rank in delivery.senders]
-    works = start_messages(
-        task.group,
-        receives=[
-            (rank, message) for rank, message in zip(delivery.senders, incoming, strict=True) if rank != me
-        ],
-        sends=[
-            (rank, message) for rank, message in zip(delivery.receivers, outgoing, strict=True) if rank != me
-        ],
-        tag=hash((*tag, task.label)),
-    )
-    yield
-
-    _wait_for(works)
-    return incoming
-
-
-def _enlarge(means: torch.Tensor, factor: float) -> None:
-    """Multiply finite means, which stay finite."""
-    if factor != 1:
-        largest = torch.finfo(means.dtype).max
-        means.mul_(factor).clamp_(-largest, largest)
+        for work in works:
+            work.wait()
 
 
 def _together(exchanges: Iterable[Exchange]) -> Exchange:
@@ -309,32 +328,3 @@ def _together(exchanges: Iterable[Exchange]) -> Exchange:
     running = list(exchanges)
     while running := [one for one in running if _resume(one)]:
         yield
-
-
-def _wait_for(works: Sequence[Arrival]) -> None:
-    for work in works:
-        work.wait()
-
-
-def _joined(parts: Sequence[torch.Tensor], scratch: Scratch) -> torch.Tensor:
-    """Return values in one tensor; a single part is not copied."""
-    if len(parts) == 1:
-        return parts[0]
-    joined = scratch.take(sum(part.numel() for part in parts), parts[0].dtype)
-    return torch.cat(list(parts), out=joined)
-
-
-def _start(
-    task: Task,
-    stage: Stage,
-    outgoing: Sequence[torch.Tensor],
-    incoming: Sequence[torch.Tensor],
-    tag: tuple[int, ...],
-) -> Sequence[Arrival]:
-    """Start to send ``outgoing[place]`` to, and to receive ``incoming[place]`` from, every peer of a row."""
-    return start_messages(
-        task.group,
-        receives=[(stage.ranks[peer], incoming[peer]) for peer in stage.peers],
-        sends=[(stage.ranks[peer], outgoing[peer]) for peer in stage.peers],
-        tag=hash((*tag, task.label)),
-    )

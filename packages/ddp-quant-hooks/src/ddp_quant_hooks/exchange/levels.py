@@ -12,8 +12,6 @@ from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 
-__all__ = ["choose_levels", "chunk_values"]
-
 _CHUNK_VALUES = 5 << 18
 """About this many values are on the wire at a time, one chunk after another: four in a 25 MiB bucket, between
 two of half the length. Shorter ones cost more messages (four loopback ranks took 20 % longer with half as

@@ -9,8 +9,6 @@ from typing import Literal, TypeAlias
 
 import torch
 
-__all__ = ["INTRA_NODE", "IntraNode", "Placement", "choose_placement", "link_inside_host"]
-
 _log = logging.getLogger(__name__)
 
 IntraNode: TypeAlias = Literal["full", "quantized", "flat"]

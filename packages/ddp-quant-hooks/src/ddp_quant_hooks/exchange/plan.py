@@ -12,7 +12,7 @@ import enum
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -21,22 +21,13 @@ from ddp_quant_hooks.exchange.placement import Placement
 from ddp_quant_hooks.exchange.spans import Span, cut, shard_lengths
 from ddp_quant_hooks.kernels import Layout
 
-__all__ = [
-    "Chunk",
-    "Delivery",
-    "Formats",
-    "Lost",
-    "Packing",
-    "Plan",
-    "Stage",
-    "Way",
-    "plan_average",
-    "plan_reduce_scatter",
-]
-
 _MOST_SHARDS = 4
 """The most shards for each rank of the largest host: with hosts of unequal size, a shard goes to one rank of
 each host, and all ranks of a host own equally many if the number of shards is a multiple of theirs."""
+
+
+_MOST_PLANS = 1 << 12
+"""How many plans are kept: of calls whose tensors have another length in every step, not all of them."""
 
 
 class Way(enum.Enum):
@@ -243,6 +234,7 @@ class Plan:
     bytes_between_hosts: int
 
 
+@lru_cache(maxsize=_MOST_PLANS)
 def plan_average(
     placement: Placement,
     rank: int,
@@ -280,6 +272,7 @@ def plan_average(
     )
 
 
+@lru_cache(maxsize=_MOST_PLANS)
 def plan_reduce_scatter(
     placement: Placement, rank: int, count: int, formats: Formats, *, on_streams: bool = False
 ) -> Plan:

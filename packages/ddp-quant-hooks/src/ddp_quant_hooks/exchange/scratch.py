@@ -6,8 +6,6 @@ import math
 
 import torch
 
-__all__ = ["Scratch"]
-
 _ALIGNMENT = 64
 
 

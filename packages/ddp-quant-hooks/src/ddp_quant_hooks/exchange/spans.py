@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["Span", "cut", "shard_lengths"]
-
 
 @dataclass(frozen=True)
 class Span:

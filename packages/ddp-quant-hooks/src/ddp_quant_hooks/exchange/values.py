@@ -12,8 +12,6 @@ import torch
 from ddp_quant_hooks.exchange.scratch import Scratch
 from ddp_quant_hooks.exchange.spans import Span
 
-__all__ = ["Exchange", "Values", "flat_real"]
-
 Exchange: TypeAlias = Generator[None, None, None]
 """An exchange of some values: it pauses wherever it would wait."""
 
@@ -56,11 +54,6 @@ class Values:
     def to(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a copy of all numbers."""
         return torch.cat([part.to(dtype) for part in self._parts])
-
-    def multiply(self, factor: int) -> None:
-        """Multiply all numbers in place."""
-        for part in self._parts:
-            part.mul_(factor)
 
     def _cut(self, span: Span) -> list[torch.Tensor]:
         first = bisect_right(self._starts, span.start) - 1

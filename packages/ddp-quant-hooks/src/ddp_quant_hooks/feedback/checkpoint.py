@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 import pickle
 import weakref
@@ -273,16 +272,10 @@ class FeedbackState(HookState):
             Collective: every rank of the group must call it. Sends all residuals to ``dst``, one rank after
             another.
         """
-        own: dict[str, Any] = {}
-        problem: Exception | None = None
-        try:
-            group_rank(self.process_group, dst)
-            own = self.state_dict(model)
-        except (TypeError, ValueError, RuntimeError) as error:
-            problem = error
-        self._agree(f"gather_state_dict(dst={dst})", problem)
         group = self.process_group
-        me, at = group.rank(), group_rank(group, dst)
+        with self._on_every_rank(f"gather_state_dict(dst={dst})"):
+            me, at = group.rank(), group_rank(group, dst)
+            own = self.state_dict(model)
         data = None if me == at else _written(own)
         lengths = all_gather_plain(group, 0 if data is None else data.numel())
         if data is not None:
@@ -314,34 +307,18 @@ class FeedbackState(HookState):
             Collective: every rank of the group must call it. ``src`` sends all residuals, to one rank after
             another.
         """
-        group = self.process_group
-        parts: list[Any] = []
-        data: list[torch.Tensor] = []
-        problem: Exception | None = None
-        try:
-            if group_rank(group, src) == group.rank():
-                parts = _parts(gathered, group.size())
-                data = [_written(part) for part in parts]
-        except (TypeError, ValueError) as error:
-            problem = error
-        self._agree(f"scatter_state_dict(src={src})", problem)
-        source, me = group_rank(group, src), group.rank()
+        group, parts = self.process_group, list[Any]()
+        with self._on_every_rank(f"scatter_state_dict(src={src})"):
+            me, source = group.rank(), group_rank(group, src)
+            parts = _parts(gathered, group.size()) if me == source else []
+            data = [_written(part) for part in parts]
         lengths = all_gather_plain(group, [one.numel() for one in data])[source]
-        mine: Any = None
-        checked: Saved | None = None
-        try:
-            if me != source:
-                mine = _receive(group, lengths[me], source)
-            else:
-                mine = parts[me]
-                for rank in range(group.size()):
-                    if rank != me:
-                        _send(group, data[rank], rank)
+        with self._on_every_rank(""):
+            for rank in range(len(data)):
+                if rank != me:
+                    _send(group, data[rank], rank)
+            mine = parts[me] if me == source else _receive(group, lengths[me], source)
             checked = self.checked(mine, model)
-        except (TypeError, ValueError, RuntimeError) as error:
-            problem = error
-        self._agree("", problem)
-        assert checked is not None
         self.take_over(checked)
 
     def checked(self, state: dict[str, Any], model: torch.nn.Module | None = None) -> Saved:
@@ -391,7 +368,14 @@ class FeedbackState(HookState):
         self.places = checked.places or self.places
         self.close()  # the ranks compare what they have loaded when they make the next private group
 
-    def _agree(self, call: str, problem: Exception | None) -> None:
+    @contextmanager
+    def _on_every_rank(self, call: str) -> Iterator[None]:
+        """Go on after the block only if no rank has raised an error in it; else raise on every rank."""
+        problem: Exception | None = None
+        try:
+            yield
+        except (TypeError, ValueError, RuntimeError) as error:
+            problem = error
         require_same_tensors(self.process_group, TensorClaim([], call), problem)
 
 
@@ -469,19 +453,13 @@ def _receive(group: dist.ProcessGroup, length: Any, rank: int) -> Any:
     """Return what a rank has sent, read like a file of unknown origin, on the CPU."""
     if type(length) is not int or length <= 0:
         raise ValueError(f"rank {rank} announced residuals of {length!r:.200} bytes")
-    room = torch.empty(length, dtype=torch.uint8, device=collective_device(group))
+    data = bytearray(length)
+    on_host = torch.frombuffer(data, dtype=torch.uint8)
+    room = on_host.to(collective_device(group))
     for arrival in start_messages(group, receives=[(rank, room)], sends=[], tag=_TAG):
         arrival.wait()
-    return _read(room.cpu(), rank)
-
-
-def _read(data: torch.Tensor, rank: int) -> Any:
+    on_host.copy_(room)
     try:
-        return torch.load(io.BytesIO(_bytes_of(data)), weights_only=True)
+        return torch.load(io.BytesIO(data), weights_only=True)
     except Exception as error:  # forged bytes may raise nearly anything, even struct.error
         raise ValueError(f"rank {rank} sent data that are not saved residuals: {error!r:.200}") from error
-
-
-def _bytes_of(data: torch.Tensor) -> Any:
-    """Return a buffer of a tensor's bytes, of any length; it lives no longer than the tensor."""
-    return (ctypes.c_ubyte * data.numel()).from_address(data.data_ptr())

@@ -86,21 +86,12 @@ class Kind(enum.Enum):
     BLOCK = "all calls on plain tensors in a with block"
 
 
-class Status(enum.Enum):
-    """How far a step has come. An error in the user's code inside ``backward()`` leaves it running."""
-
-    RUNNING = enum.auto()
-    ENDED = enum.auto()
-    FAILED = enum.auto()
-    DISCARDED = enum.auto()
-
-
 class Step:
     """A backward pass of DDP, or calls on plain tensors that count together.
 
     Autograd reports each pass that ends well. A step that is still running when the next one begins has
-    failed: in the user's code, on a peer, or in communication. Jobs write only to the outcome of their step,
-    so that late jobs of a failed one do not disturb the next.
+    failed: in the user's code or on a peer. One that has failed in communication has a broken outcome. Jobs
+    write only to the outcome of their step, so that late jobs of a failed one do not disturb the next.
 
     Args:
         kind: What makes it up. A block lasts until it is closed.
@@ -117,8 +108,8 @@ class Step:
         self.outcome = Outcome()
         self.outside = False
         self.unused: list[torch.Tensor] = []
-        self._status = Status.RUNNING
-        self._running = int(kind is Kind.BLOCK)  # the passes and blocks that have not ended
+        self._running = int(kind is Kind.BLOCK)  # passes and blocks that have not ended, or have raised
+        self._discarded = False
         # Reentrant checkpoints run passes inside the pass; a bucket or a call may come in any of them.
         self._tasks: set[int] = set()
         self._surrounded = False
@@ -129,24 +120,19 @@ class Step:
         self._without_gradient: list[torch.Tensor] = []
 
     @property
-    def status(self) -> Status:
-        """How far it has come, here and, as far as its communication shows, on all other ranks."""
-        return Status.FAILED if self.outcome.broken else self._status
-
-    @property
     def open(self) -> bool:
         """Whether it is a block that has not ended."""
         return self.kind is Kind.BLOCK and self._running > 0
 
     @property
     def ended_well(self) -> bool:
-        """Whether it is over and has not failed."""
-        return self.status in {Status.ENDED, Status.DISCARDED} and not self._running
+        """Whether it is over and has not failed, here and, as far as its communication shows, elsewhere."""
+        return not (self._running or self.outcome.broken)
 
     @property
     def counts(self) -> bool:
         """Whether an optimizer step may follow, as far as is known without asking an accelerator."""
-        return self.status is Status.ENDED
+        return self.ended_well and not self._discarded
 
     def includes(self, task: int, index: int | None = None) -> bool:
         """Return whether what comes now, inside autograd's ``task``, belongs to this step.
@@ -200,27 +186,33 @@ class Step:
                 raise ValueError(f"the key {key!r} was used in this step: what it lost would be added twice")
         self._keys.update(keys)
 
+    def unused_key(self, key: str) -> str:
+        """Return ``key``, or ``key#2``, ``key#3``, ..., whichever no call of this step has used yet."""
+        name, number = key, 1
+        while name in self._keys:
+            number += 1
+            name = f"{key}#{number}"
+        return name
+
     def close(self, *, failed: bool = False) -> None:
         """End a block."""
         self._end_part()
         if failed:
-            self._status = Status.FAILED
+            self.outcome.broken = True
 
     def discard(self) -> None:
         """Note that no optimizer step uses what this step has averaged."""
-        if self._status is not Status.FAILED:
-            self._status = Status.DISCARDED
+        self._discarded = True
 
     def _add(self, task: int) -> None:
         if task == _OUTSIDE:
-            self.outside, self._status = True, Status.ENDED
+            self.outside = True
         elif task not in self._tasks:
             if not self._tasks:
                 self._surrounded = _after_surrounding_backward(self._end_part)
                 self._running += self._surrounded
             self._tasks.add(task)
             self._running += 1
-            self._status = Status.RUNNING  # again, if passes inside a pass that does not show
             torch_compat.after_backward(self._end_task)
 
     def _end_task(self) -> None:
@@ -232,8 +224,6 @@ class Step:
 
     def _end_part(self) -> None:
         self._running -= 1
-        if not self._running and self._status is Status.RUNNING:
-            self._status = Status.ENDED
 
 
 def _after_surrounding_backward(callback: Callable[[], None]) -> bool:

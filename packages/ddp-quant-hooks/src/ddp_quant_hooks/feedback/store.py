@@ -219,8 +219,6 @@ class Feedback:
         self._wait = weakref.WeakMethod(wait)
         self.keys: dict[str, Key] = {}
         """The keys that have been used, by name."""
-        self.loaded_keys: frozenset[str] = frozenset()
-        """The keys that were loaded from a file."""
         self.origin = "none"
         """Where residuals were loaded from, in words that are identical on all ranks."""
         self._places: Any = WeakIdKeyDictionary()
@@ -360,7 +358,7 @@ class Feedback:
         """Start over as if nothing had been lost so far. All jobs must have run."""
         self._places, self.keys = WeakIdKeyDictionary(), {}
         self._step, self._written = None, []
-        self.origin, self.loaded_keys = "none", frozenset()
+        self.origin = "none"
 
     def load(
         self, residuals: Sequence[tuple[Owner, OwnerResiduals]], steps: int, *, of_tensors: bool | None
@@ -375,8 +373,7 @@ class Feedback:
             self._places[owner] = _Place(bucket, 0)
             if isinstance(owner, Key):
                 self.keys[owner.name] = owner
-        self.loaded_keys, self.origin = frozenset(self.keys), f"of step {steps}"
-        self._steps, self.of_tensors = steps, of_tensors
+        self.origin, self._steps, self.of_tensors = f"of step {steps}", steps, of_tensors
 
     def _refuse_other_kind(self, *, of_tensors: bool) -> None:
         if self.of_tensors not in (None, of_tensors):

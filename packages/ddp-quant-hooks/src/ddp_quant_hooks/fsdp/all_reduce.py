@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.fsdp.checks import Average, Handle, KeyOf, ShardedModule
+from ddp_quant_hooks.fsdp.checks import Handle, KeyOf, ShardedModule
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from ddp_quant_hooks.tensors import all_reduce
 from dist_utils.process_groups import record_use
-
-__all__ = ["quantize_all_reduce"]
 
 
 def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) -> Handle:
@@ -60,13 +59,39 @@ def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) 
         >>> fully_shard(model, mesh=mesh["shard"])  # doctest: +SKIP
         >>> quantize_all_reduce(model, QuantizedAllreduceState(mesh["node"]))  # doctest: +SKIP
     """
-    return Handle(_AVERAGE, model, state)
+    return _BetweenNodes(model, state)
+
+
+class _BetweenNodes(Handle):
+    _name, _method, _record = "quantize_all_reduce", "set_all_reduce_hook", "_all_reduce_hook"
+    _same_shards = True
+
+    def _refuse_module(self, module: ShardedModule, ranks: list[int]) -> None:
+        """Raise unless ``ranks`` can average what this module has reduced."""
+        if module.replicated:
+            raise ValueError(
+                f"module {module.name!r} averages between nodes by itself, as on a two-dimensional mesh for "
+                "HSDP or by replicate(), and calls hooks too late: call fully_shard(module, "
+                "mesh=mesh['shard']) with one dimension, the ranks of a node (instead of replicate(): a mesh "
+                "of one rank), and give the state the other: the ranks with the same shard on all nodes"
+            )
+        if module.called(self._record) is not None:
+            raise ValueError(f"module {module.name!r} has an all-reduce hook")
+        shared = sorted(set(ranks) & set(module.shard_ranks) - {dist.get_rank()})
+        if shared:
+            raise ValueError(
+                f"ranks {shared} of the state's process group hold other shards of module {module.name!r}: "
+                "the group must join ranks with the same shard on different nodes"
+            )
+
+    def _hook_of(self, module: ShardedModule, key_of: KeyOf) -> Any:
+        """Return what averages a module's gradients, in place, as FSDP has reduced them."""
+        return partial(_average, module, self._state, key_of)
 
 
 def _average(
     module: ShardedModule, state: QuantizedAllreduceState, key_of: KeyOf, reduced: torch.Tensor
 ) -> None:
-    """Average what FSDP has reduced, in place."""
     if not module.group.all_reduce_grads:
         raise ValueError(
             f"quantize_all_reduce: set_requires_all_reduce(False) leaves module {module.name!r} with "
@@ -76,30 +101,3 @@ def _average(
     # A factor divides the sum over all ranks, as on a mesh for HSDP.
     op = dist.ReduceOp.SUM if module.has_divide_factor else dist.ReduceOp.AVG
     all_reduce(reduced, op, state, key=key_of(reduced))
-
-
-def _refuse(module: ShardedModule, ranks: list[int]) -> None:
-    """Raise unless ``ranks`` can average what this module has reduced."""
-    if module.replicated:
-        raise ValueError(
-            f"module {module.name!r} averages between nodes by itself, as on a two-dimensional mesh for "
-            "HSDP or by replicate(), and calls hooks too late: call fully_shard(module, mesh=mesh['shard']) "
-            "with one dimension, the ranks of a node (instead of replicate(): a mesh of one rank), and give "
-            "the state the other: the ranks with the same shard on all nodes"
-        )
-    if module.called(_AVERAGE.record) is not None:
-        raise ValueError(f"module {module.name!r} has an all-reduce hook")
-    shared = sorted(set(ranks) & set(module.shard_ranks) - {dist.get_rank()})
-    if shared:
-        raise ValueError(
-            f"ranks {shared} of the state's process group hold other shards of module {module.name!r}: "
-            "the group must join ranks with the same shard on different nodes"
-        )
-
-
-_hook_of = partial(partial, _average)
-"""Binds all but what FSDP will have reduced."""
-
-_AVERAGE = Average(
-    "quantize_all_reduce", "set_all_reduce_hook", "_all_reduce_hook", _refuse, _hook_of, same_shards=True
-)

@@ -5,20 +5,18 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections import Counter
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.feedback import value_count
+from ddp_quant_hooks.feedback.step import value_count
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from dist_utils.process_groups import require_same_terms
 from dist_utils.torch_compat import inside_backward, private
-
-__all__ = ["Average", "Handle", "KeyOf", "ShardedModule"]
 
 _PURPOSE = "averaging gradients under fully_shard"
 
@@ -86,52 +84,47 @@ class ShardedModule(NamedTuple):
         return private(self.group, record, _PURPOSE)
 
 
-class Average(NamedTuple):
-    """How gradients are averaged in few bits.
-
-    Attributes:
-        name: The name of the user's function, for messages.
-        method: The method of ``FSDPModule`` that replaces what FSDP calls for a module's gradients.
-        record: What it replaces, by the name in FSDP's record.
-        refuse: Raises a ``ValueError`` for a module, given the ranks of the state's group.
-        of_module: Makes what FSDP is to call.
-        same_shards: Whether the ranks of the state's group must hold the same shards.
-    """
-
-    name: str
-    method: str
-    record: str
-    refuse: Callable[[ShardedModule, list[int]], None]
-    of_module: Callable[[ShardedModule, QuantizedAllreduceState, KeyOf], Any]
-    same_shards: bool = False
-
-
-class Handle:
+class Handle(ABC):
     """The changes that :func:`quantize_all_reduce` or :func:`quantize_reduce_scatter` made to a model.
 
     Attributes:
         keys: Names of the model's FSDP modules, in the model's order, under which residuals are kept.
     """
 
-    def __init__(self, average: Average, model: torch.nn.Module, state: QuantizedAllreduceState) -> None:
-        modules = _agreed_modules(average, model, state)
+    _name: ClassVar[str]
+    """The name of the user's function, for messages."""
+    _method: ClassVar[str]
+    """The method of ``FSDPModule`` that replaces what FSDP calls for a module's gradients."""
+    _record: ClassVar[str]
+    """What it replaces, by the name in FSDP's record."""
+    _same_shards: ClassVar[bool]
+    """Whether the ranks of the state's group must hold the same shards."""
+
+    def __init__(self, model: torch.nn.Module, state: QuantizedAllreduceState) -> None:
+        self._model, self._state = model, state
+        modules = self._agreed_modules()
         self.keys = [module.name for module in modules]
-        self._average, self._model, self._state = average, model, state
         self._complete = False
-        self._step: object = None
-        self._uses: Counter[str] = Counter()
         self._replaced: list[tuple[ShardedModule, Any, Any]] = []
         for module in modules:
-            ours = average.of_module(module, state, partial(self._key_of, module.name))
-            self._replaced.append((module, ours, module.called(average.record)))
-            getattr(module.module, average.method)(ours)
+            ours = self._hook_of(module, partial(self._key_of, module.name))
+            self._replaced.append((module, ours, module.called(self._record)))
+            getattr(module.module, self._method)(ours)
         _handles[id(state)] = self
+
+    @abstractmethod
+    def _refuse_module(self, module: ShardedModule, ranks: list[int]) -> None:
+        """Raise a ``ValueError`` if the ranks of the state's group cannot average a module's gradients."""
+
+    @abstractmethod
+    def _hook_of(self, module: ShardedModule, key_of: KeyOf) -> Any:
+        """Return what FSDP is to call for a module's gradients."""
 
     def remove(self) -> None:
         """Restore what FSDP did before. Residuals stay in the state. A second call does nothing."""
         for module, ours, before in self._replaced:
-            if module.called(self._average.record) is ours:  # not the user's own, set later
-                getattr(module.module, self._average.method)(before)
+            if module.called(self._record) is ours:  # not the user's own, set later
+                getattr(module.module, self._method)(before)
             _handles.pop(id(self._state), None)
         self._replaced.clear()
 
@@ -143,23 +136,17 @@ class Handle:
         if not self._complete:
             self._require_all()
         if self._state.error_feedback != "none" and inside_backward():
-            step = self._state.feedback.begin_tensors()
-            if step is not self._step:
-                self._step = step
-                self._uses.clear()
-            self._uses[key] += 1
-            if self._uses[key] > 1:
-                key = f"{key}#{self._uses[key]}"
+            key = self._state.feedback.begin_tensors().unused_key(key)
         self._state.feedback.free_unless(key, value_count(gradients))
         return key
 
     def _require_all(self) -> None:
         """Raise, once, if ``fully_shard`` was applied to more modules or residuals are of others."""
-        modules, kept = _sharded_modules(self._model, self._average), self._state.feedback.keys
+        modules, kept = _sharded_modules(self._model, self._name, self._method), self._state.feedback.keys
         later = [module.name for module in modules if module.name not in self.keys]
         if later:
             raise RuntimeError(
-                f"fully_shard was applied to {later} after {self._average.name}, which does nothing for "
+                f"fully_shard was applied to {later} after {self._name}, which does nothing for "
                 "their gradients: apply it before"
             )
         if kept and not kept.keys() & {*self.keys}:
@@ -169,65 +156,63 @@ class Handle:
             )
         self._complete = True
 
+    def _agreed_modules(self) -> list[ShardedModule]:
+        """Return the model's FSDP modules, if no rank has a reason to refuse."""
+        name, model, state = self._name, self._model, self._state
+        if not isinstance(state, QuantizedAllreduceState):
+            raise TypeError(f"{name}: state must be a QuantizedAllreduceState, got {type(state).__name__}")
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"{name}: model must be a module, got {type(model).__name__}")
+        problem, modules, places = None, [], []
+        try:
+            modules = _sharded_modules(model, name, self._method)
+            places = sorted({place for module in modules for place in module.places})
+            self._refuse(modules, places)
+        except ValueError as error:  # the other ranks must hear of it
+            problem = ValueError(f"{name}: {error}")
+        terms = {
+            f"module {module.name!r}": (module.shapes, module.places if self._same_shards else [])
+            for module in modules
+        }
+        require_same_terms(state.process_group, name, terms, problem=problem)
+        state.places = places
+        sharded: set[int] = set().union(*(module.parameter_ids for module in modules))
+        others = [
+            key for key, one in model.named_parameters() if one.requires_grad and id(one) not in sharded
+        ]
+        if others:  # they would drift apart
+            warnings.warn(
+                f"{name} does not average gradients of {others}: fully_shard was applied to no module that "
+                "has them, or was told to ignore them",
+                stacklevel=4,
+            )
+        return modules
+
+    def _refuse(self, modules: list[ShardedModule], places: list[str]) -> None:
+        """Raise a ``ValueError`` unless this rank can use the state for these modules."""
+        state = self._state
+        if id(state) in _handles:
+            gc.collect()  # FSDP's modules are in cycles: a deleted model may linger
+        if id(state) in _handles:
+            raise ValueError("the state is used for a model: make one for each, or remove() the other handle")
+        if state.exact_1d:
+            raise ValueError(
+                "exact_1d does not work: FSDP hands over a module's parameters as one flat tensor"
+            )
+        if not modules:
+            raise ValueError("fully_shard was applied neither to the model nor to a module in it")
+        ranks = dist.get_process_group_ranks(state.process_group)
+        for module in modules:
+            self._refuse_module(module, ranks)
+        if state.feedback.keys and state.places not in (None, places):
+            raise ValueError(f"the state has residuals of shards {state.places}, but this rank has {places}")
+
 
 _handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
 """By the ``id`` of their states. A handle lives as long as the modules, whose hooks have it and its state."""
 
 
-def _agreed_modules(
-    average: Average, model: torch.nn.Module, state: QuantizedAllreduceState
-) -> list[ShardedModule]:
-    """Return the model's FSDP modules, if no rank has a reason to refuse."""
-    if not isinstance(state, QuantizedAllreduceState):
-        raise TypeError(
-            f"{average.name}: state must be a QuantizedAllreduceState, got {type(state).__name__}"
-        )
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"{average.name}: model must be a module, got {type(model).__name__}")
-    problem, modules, places = None, [], []
-    try:
-        modules = _sharded_modules(model, average)
-        places = sorted({place for module in modules for place in module.places})
-        _refuse(average, modules, places, state)
-    except ValueError as error:  # the other ranks must hear of it
-        problem = ValueError(f"{average.name}: {error}")
-    terms = {
-        f"module {module.name!r}": (module.shapes, module.places if average.same_shards else [])
-        for module in modules
-    }
-    require_same_terms(state.process_group, average.name, terms, problem=problem)
-    state.places = places
-    sharded: set[int] = set().union(*(module.parameter_ids for module in modules))
-    others = [key for key, one in model.named_parameters() if one.requires_grad and id(one) not in sharded]
-    if others:  # they would drift apart
-        warnings.warn(
-            f"{average.name} does not average gradients of {others}: fully_shard was applied to no module "
-            "that has them, or was told to ignore them",
-            stacklevel=4,
-        )
-    return modules
-
-
-def _refuse(
-    average: Average, modules: list[ShardedModule], places: list[str], state: QuantizedAllreduceState
-) -> None:
-    """Raise a ``ValueError`` unless this rank can use the state for these modules."""
-    if id(state) in _handles:
-        gc.collect()  # FSDP's modules are in cycles: a deleted model may linger
-    if id(state) in _handles:
-        raise ValueError("the state is used for a model: make one for each, or remove() the other handle")
-    if state.exact_1d:
-        raise ValueError("exact_1d does not work: FSDP hands over a module's parameters as one flat tensor")
-    if not modules:
-        raise ValueError("fully_shard was applied neither to the model nor to a module in it")
-    ranks = dist.get_process_group_ranks(state.process_group)
-    for module in modules:
-        average.refuse(module, ranks)
-    if state.feedback.keys and state.places not in (None, places):
-        raise ValueError(f"the state has residuals of shards {state.places}, but this rank has {places}")
-
-
-def _sharded_modules(model: torch.nn.Module, average: Average) -> list[ShardedModule]:
+def _sharded_modules(model: torch.nn.Module, name: str, method: str) -> list[ShardedModule]:
     """Return the modules that ``fully_shard`` was applied to and that have parameters, in the model's order.
 
     Modules that were given to one ``fully_shard`` call together count as one, with the first one's name.
@@ -239,17 +224,17 @@ def _sharded_modules(model: torch.nn.Module, average: Average) -> list[ShardedMo
     """
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - takes a second, and few programs need it
 
-    private(FSDPModule, average.method, average.name)
+    private(FSDPModule, method, name)
     found: dict[int, ShardedModule] = {}
     for path, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            name = ".".join(part for part in path.split(".") if part not in _WRAPPERS) or "(model)"
+            key = ".".join(part for part in path.split(".") if part not in _WRAPPERS) or "(model)"
             state = private(module, "_get_fsdp_state", _PURPOSE)()
             groups = getattr(state, "_fsdp_param_groups", None)
             groups = groups or [private(state, "_fsdp_param_group", _PURPOSE)]  # all that torch 2.9 has
             if len(groups) > 1:
                 raise ValueError(
-                    f"module {name!r} has several groups of parameters, which FSDP gives no hooks"
+                    f"module {key!r} has several groups of parameters, which FSDP gives no hooks"
                 )
-            found.setdefault(id(groups[0]), ShardedModule(name, module, groups[0]))
+            found.setdefault(id(groups[0]), ShardedModule(key, module, groups[0]))
     return [module for module in found.values() if module.group is not None]

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.fsdp.checks import Average, Handle, KeyOf, ShardedModule
+from ddp_quant_hooks.fsdp.checks import Handle, KeyOf, ShardedModule
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from ddp_quant_hooks.tensors import reduce_scatter_tensor
-
-__all__ = ["quantize_reduce_scatter"]
 
 
 def quantize_reduce_scatter(model: torch.nn.Module, state: QuantizedAllreduceState) -> Handle:
@@ -46,18 +44,26 @@ def quantize_reduce_scatter(model: torch.nn.Module, state: QuantizedAllreduceSta
         >>> fully_shard(model)  # doctest: +SKIP
         >>> quantize_reduce_scatter(model, QuantizedAllreduceState())  # doctest: +SKIP
     """
-    return Handle(_AVERAGE, model, state)
+    return _AcrossShards(model, state)
 
 
-def _refuse(module: ShardedModule, ranks: list[int]) -> None:
-    """Raise unless ``ranks`` are those that this module is sharded over."""
-    if isinstance(module.called(_AVERAGE.record), _ReduceScatter):
-        raise ValueError(f"module {module.name!r} has the reduce-scatter of another state")  # noqa: TRY004
-    if module.shard_ranks != ranks:
-        raise ValueError(
-            f"module {module.name!r} is sharded over ranks {module.shard_ranks}, but the state's process "
-            f"group has ranks {ranks}"
-        )
+class _AcrossShards(Handle):
+    _name, _method, _record = "quantize_reduce_scatter", "set_custom_reduce_scatter", "_reduce_scatter_comm"
+    _same_shards = False
+
+    def _refuse_module(self, module: ShardedModule, ranks: list[int]) -> None:
+        """Raise unless ``ranks`` are those that this module is sharded over."""
+        if isinstance(module.called(self._record), _ReduceScatter):
+            raise ValueError(f"module {module.name!r} has the reduce-scatter of another state")  # noqa: TRY004
+        if module.shard_ranks != ranks:
+            raise ValueError(
+                f"module {module.name!r} is sharded over ranks {module.shard_ranks}, but the state's process "
+                f"group has ranks {ranks}"
+            )
+
+    def _hook_of(self, module: ShardedModule, key_of: KeyOf) -> Any:
+        """Return what reduces and scatters a module's gradients."""
+        return _ReduceScatter(module, self._state, key_of)
 
 
 class _ReduceScatter:
@@ -88,8 +94,3 @@ class _ReduceScatter:
                 "call set_force_sum_reduction_for_comms(True) where a divide factor is set"
             )
         reduce_scatter_tensor(output_tensor, input_tensor, op, self._state, key=self._key_of(input_tensor))
-
-
-_AVERAGE = Average(
-    "quantize_reduce_scatter", "set_custom_reduce_scatter", "_reduce_scatter_comm", _refuse, _ReduceScatter
-)

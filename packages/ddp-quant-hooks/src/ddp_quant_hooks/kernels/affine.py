@@ -14,8 +14,6 @@ from torch.nn.functional import pad
 
 from ddp_quant_hooks.kernels.layout import is_integer
 
-__all__ = ["AffineLayout", "affine_decode", "affine_encode"]
-
 _ALIGNMENT = 16
 _VALUES_AT_ONCE = 1 << 17
 """The most values that are processed at once, so that temporaries stay small."""

@@ -13,8 +13,6 @@ from ddp_quant_hooks.kernels.affine import affine_decode, affine_encode
 from ddp_quant_hooks.kernels.job import Job
 from ddp_quant_hooks.kernels.owned_files import refuse_foreign_file
 
-__all__ = ["LIBRARY_VARIABLE", "CpuKernels", "library_path"]
-
 LIBRARY_VARIABLE = "DDP_QUANT_HOOKS_LIBRARY"
 """The environment variable that names another library, such as one built with sanitizers."""
 

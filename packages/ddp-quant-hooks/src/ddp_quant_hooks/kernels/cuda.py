@@ -28,8 +28,6 @@ from ddp_quant_hooks.kernels.programs import (
     compile_program,
 )
 
-__all__ = ["CudaKernels"]
-
 _ALIGNMENT = 16
 
 # The parameter of a launch: ``Work`` of csrc/block_kernels.cu or csrc/affine_kernels.cu, all 64-bit words.

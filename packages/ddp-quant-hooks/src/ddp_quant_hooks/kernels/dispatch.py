@@ -18,20 +18,6 @@ from ddp_quant_hooks.kernels.cuda import CudaKernels
 from ddp_quant_hooks.kernels.job import VALUE_DTYPES, Job, check_flat, check_messages, claim
 from ddp_quant_hooks.kernels.layout import Layout, is_integer
 
-__all__ = [
-    "Backend",
-    "affine_decode",
-    "affine_encode",
-    "backend_for",
-    "decode",
-    "decode_shards",
-    "describe",
-    "encode",
-    "encode_shards",
-    "not_finite",
-    "reduce",
-]
-
 _log = logging.getLogger(__name__)
 
 

@@ -10,8 +10,6 @@ import torch
 
 from ddp_quant_hooks.kernels.layout import SCALE_BYTES, Layout, is_integer
 
-__all__ = ["VALUE_DTYPES", "Job", "Shard", "check_flat", "check_messages", "claim"]
-
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that can be encoded and decoded."""
 

@@ -7,8 +7,6 @@ from typing import Literal, TypeAlias
 
 import torch
 
-__all__ = ["SCALE_BYTES", "WIRE_VERSION", "Format", "Layout", "is_integer"]
-
 WIRE_VERSION = 3
 """Version of the message format and of how values are chunked and sharded, equal on all ranks."""
 

@@ -6,8 +6,6 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["ForeignFileError", "make_own_folder", "refuse_foreign_file", "refuse_foreign_folder"]
-
 _ROOT = 0
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 

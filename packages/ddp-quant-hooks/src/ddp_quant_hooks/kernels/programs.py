@@ -21,19 +21,6 @@ from ddp_quant_hooks.kernels.job import Shard
 from ddp_quant_hooks.kernels.layout import Layout
 from ddp_quant_hooks.kernels.owned_files import make_own_folder, refuse_foreign_folder
 
-__all__ = [
-    "CACHE_VARIABLE",
-    "THREADS",
-    "AffineWork",
-    "GpuProgram",
-    "affine_pieces",
-    "affine_program",
-    "block_program",
-    "cache_folder",
-    "channels_are_short",
-    "compile_program",
-]
-
 _log = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "DDP_QUANT_HOOKS_CACHE"

@@ -8,8 +8,6 @@ import torch
 
 from ddp_quant_hooks.kernels.layout import Layout
 
-__all__ = ["restored", "restoring", "rotated_where_it_pays"]
-
 _PEAK = 0.25
 _PEAKED = {127.0: 3, 7.0: 2}
 

@@ -9,8 +9,6 @@ from ddp_quant_hooks.measure.estimate import Estimate
 from ddp_quant_hooks.measure.links import BETWEEN, Link
 from ddp_quant_hooks.measure.trials import Exchange, Hooks
 
-__all__ = ["Advice", "advise", "milliseconds", "warn_of_links"]
-
 _WORTH_IT = 0.05
 """How much faster a less exact hook must be to be taken. A gain within the spread of times does not count."""
 _WORTH_ERRORS = 0.2

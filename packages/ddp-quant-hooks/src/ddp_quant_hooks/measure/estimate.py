@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 
 from ddp_quant_hooks.measure.trials import Exchange, Hooks
 
-__all__ = ["Estimate", "Model", "StepTimes", "bucket_sizes", "estimate_steps", "play_step"]
-
 _BACKWARD_SHARE = 2 / 3
 """Share of a step without communication: backward computes two products where forward computes one."""
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from dist_utils import start_messages
 from dist_utils.process_groups import collective_device, runs_on_host
 
-__all__ = ["BETWEEN", "INSIDE", "Link", "Ranks", "describe_cluster", "measure_links", "synchronize"]
-
 INSIDE, BETWEEN = "inside hosts", "between hosts"
 
 _FIRST, _LONGEST = 1 << 16, 1 << 24

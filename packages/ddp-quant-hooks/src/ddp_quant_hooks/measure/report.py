@@ -22,8 +22,6 @@ from ddp_quant_hooks.measure.trials import Hooks, Progress, measure_hooks
 from dist_utils import GroupLike, OrderedWorker, resolve_group
 from dist_utils.process_groups import all_gather_plain
 
-__all__ = ["SIZES", "Report", "measure"]
-
 SIZES = (1 << 20, 5 << 20, 25 << 20)
 """Bytes of the measured buckets: DDP's first one, a middle one, DDP's others."""
 

@@ -11,15 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ddp_compress_hooks import allreduce_hook, bf16_compress_hook
-from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
+from ddp_compress_hooks import bf16_compress_hook
+from ddp_quant_hooks.auto.state import default_candidates
 from ddp_quant_hooks.measure.links import Ranks, synchronize
+from ddp_quant_hooks.states import QuantizedAllreduceState
 from ddp_quant_hooks.statistics import sent_around_ring
 from dist_utils.comm_hooks import CommHook
-
-__all__ = ["Exchange", "Hooks", "Progress", "hooks_to_try", "measure_hooks"]
 
 Progress = Callable[[float, str], None]
 """Called with the share of the work that is done and a text about what comes next."""
@@ -63,16 +61,6 @@ Hooks = dict[str, list[Exchange]]
 """By the name of the hook, from exact to few bytes; by rising size, alike for all hooks."""
 
 
-def hooks_to_try(group: dist.ProcessGroup) -> dict[str, tuple[Any, CommHook]]:
-    """Return the states and hooks by name, from the most exact to the fewest bytes."""
-    return {
-        "fp32": (group, allreduce_hook),
-        "bf16": (group, bf16_compress_hook),
-        "8 bits": (QuantizedAllreduceState(group), quantized_allreduce_hook),
-        "4 bits": (QuantizedAllreduceState(group, bits=4), quantized_allreduce_hook),
-    }
-
-
 def measure_hooks(
     ranks: Ranks, sizes: Sequence[int], budget: float, progress: Progress
 ) -> tuple[Hooks, float]:
@@ -91,7 +79,7 @@ def measure_hooks(
     Returns:
         The hooks, and the seconds that copying a byte of a gradient takes; identical on all ranks.
     """
-    runner, hooks = _Runner(ranks, max(sizes)), hooks_to_try(ranks.group)
+    runner, hooks = _Runner(ranks, max(sizes)), default_candidates(ranks.group)
     trials: list[_Trial] = []
     left = budget
 
@@ -111,8 +99,7 @@ def measure_hooks(
             left -= run_once(min(due, key=lambda trial: sum(trial.costs)))
     finally:
         for state, _ in hooks.values():
-            if isinstance(state, QuantizedAllreduceState):
-                state.close()
+            state.close()
     found = {name: [trial.result() for trial in trials if trial.name == name] for name in hooks}
     return found, statistics.median(runner.copying)
 

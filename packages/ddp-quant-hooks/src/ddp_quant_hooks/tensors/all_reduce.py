@@ -10,22 +10,10 @@ import torch.distributed as dist
 
 import ddp_compress_hooks
 from ddp_quant_hooks.exchange.values import Values
-from ddp_quant_hooks.feedback import Key, Step
 from ddp_quant_hooks.states import QuantizedAllreduceState
-from ddp_quant_hooks.tensors.calls import (
-    Future,
-    Tensors,
-    begin,
-    checked_state,
-    keys_of,
-    label_of,
-    never_traced,
-    run,
-)
-from dist_utils.comm_hooks import checked_operation, checked_tensors, same_kind
+from ddp_quant_hooks.tensors.calls import Call, Future, Tensors, checked_state, never_traced
+from dist_utils.comm_hooks import checked_tensors, same_kind
 from dist_utils.process_groups import record_use
-
-__all__ = ["all_reduce"]
 
 
 @overload
@@ -103,53 +91,39 @@ def all_reduce(
         >>> state = QuantizedAllreduceState()  # doctest: +SKIP
         >>> all_reduce([p.grad for p in model.parameters()], dist.ReduceOp.AVG, state)  # doctest: +SKIP
     """
-    name = "all_reduce"
-    state, mean = checked_state(name, group), checked_operation(name, op)
-    tensors = checked_tensors(name, tensor)
-    step = begin(name, state, tensors, key)
+    state, tensors = checked_state("all_reduce", group), checked_tensors("all_reduce", tensor)
+    call = Call("all_reduce", state, tensors, op, key)
+    terms: dict[str, object] = {}
+    if state.exact_1d:
+        terms["of at most one dimension"] = [one.dim() <= 1 for one in tensors if one.numel()]
 
     def start() -> list[Future]:
-        keys = keys_of(state, key, tensors)
-        label = label_of(name, key, mean=mean)
-        return [
-            _start(state, step, [(tensors[place], keys[place]) for place in places], label, mean=mean)
-            for places in same_kind(tensors)
-        ]
+        return [_start(call, places) for places in same_kind(tensors)]
 
-    what: dict[str, object] = {"op": "AVG" if mean else "SUM", "key": key}
-    if state.exact_1d:
-        what["of at most one dimension"] = [tensor.dim() <= 1 for tensor in tensors if tensor.numel()]
-    return run(name, state, step, tensors, what, start, tensor if async_op else None)
+    return call.run(start, tensor if async_op else None, **terms)
 
 
-def _start(
-    state: QuantizedAllreduceState,
-    step: Step,
-    named: Sequence[tuple[torch.Tensor, Key]],
-    label: int,
-    *,
-    mean: bool,
-) -> Future:
-    """Average tensors of one dtype and device as one bucket."""
-    originals = [tensor for tensor, _ in named]
-    averager, outcome, wanted = state.averager, step.outcome, state.feedback.wanted
-    world_size, first = state.process_group.size(), originals[0]
+def _start(call: Call, places: Sequence[int]) -> Future:
+    """Average those of a call's tensors that are of one dtype and device, as one bucket."""
+    originals = [call.tensors[place] for place in places]
+    state, mean, with_feedback, outcome = call.state, call.mean, call.with_feedback, call.step.outcome
+    averager, world_size, first = state.averager, state.process_group.size(), originals[0]
     nbytes = sum(tensor.nbytes for tensor in originals)
-    large = [place for place, tensor in enumerate(originals) if tensor.dim() > 1 or not state.exact_1d]
-    small = [place for place in range(len(originals)) if place not in large]
-    how = None
+    large = [index for index, tensor in enumerate(originals) if tensor.dim() > 1 or not state.exact_1d]
+    small = [index for index in range(len(originals)) if index not in large]
+    task = None
     if large and averager.quantizes(first.dtype, nbytes, world_size):
-        keys = [named[place][1] for place in large]
+        keys = [call.key_of(places[index]) for index in large]
         count = sum(key.count for key in keys)
-        how = averager.prepare(state.process_group, step, keys, count, first, label=label)
+        task = averager.prepare(state.process_group, call.step, keys, count, first, label=call.label)
 
     # A job even without compression, so that futures complete in the order of the calls, on the state's
     # thread. Copies are made in it: on an accelerator it runs on another stream than the caller's.
     def job(private_group: dist.ProcessGroup) -> torch.Tensor:
         dense = [_dense(tensor) for tensor in originals]
-        if how is not None:
-            values = Values([dense[place] for place in large])
-            averager.average(private_group, values, how, exact=[dense[place] for place in small])
+        if task is not None:
+            values = Values([dense[index] for index in large])
+            averager.average(private_group, values, task, exact=[dense[index] for index in small])
             if not mean:
                 for tensor in dense:
                     tensor.mul_(world_size)
@@ -157,7 +131,7 @@ def _start(
             op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
             ddp_compress_hooks.all_reduce(dense, op, private_group)
             averager.count_plain(private_group, nbytes)
-        if wanted and not (mean and how is not None):  # that mean is checked already
+        if with_feedback and not (mean and task is not None):  # that mean is checked already
             for tensor in dense:
                 outcome.not_finite(~tensor.isfinite().all())
         for changed, tensor in zip(dense, originals, strict=True):

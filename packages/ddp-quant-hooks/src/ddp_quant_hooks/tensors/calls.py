@@ -12,21 +12,11 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.feedback import Key, Step, value_count
+from ddp_quant_hooks.feedback.step import value_count
+from ddp_quant_hooks.feedback.store import Key
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from dist_utils import torch_compat
-from dist_utils.comm_hooks import completed_future, failed_future, joined_future
-
-__all__ = [
-    "Future",
-    "Tensors",
-    "begin",
-    "checked_state",
-    "keys_of",
-    "label_of",
-    "never_traced",
-    "run",
-]
+from dist_utils.comm_hooks import checked_operation, completed_future, failed_future, joined_future
 
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 Future: TypeAlias = torch.futures.Future[Any]
@@ -50,8 +40,11 @@ class DefaultState(QuantizedAllreduceState):
         self._calls: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
         self._calls_before: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
-    def count_call(self) -> None:
-        """Count a call that all ranks have agreed on."""
+    def require_same_call(
+        self, title: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """Do as every state, and count the calls on which all ranks agree."""
+        super().require_same_call(title, terms, tensors)
         self._calls[self.process_group] = self._calls.get(self.process_group, 0) + 1
 
     def close_after_error(self) -> None:
@@ -107,72 +100,104 @@ def checked_state(name: str, group: QuantizedAllreduceState | None) -> Quantized
     return state
 
 
-def begin(
-    name: str, state: QuantizedAllreduceState, tensors: Sequence[torch.Tensor], key: str | None
-) -> Step:
-    """Return the step that a call belongs to.
+class Call:
+    """A call on plain tensors: a part of a step, on which all ranks agree before it is sent.
+
+    Jobs must not keep it, as it has the state, whose group would end on the worker's own thread.
+
+    Args:
+        name: The name of the function.
+        state: Its state.
+        tensors: What it takes, checked.
+        op: What the user wants to be computed.
+        key: Names the values; ``None``: no name.
 
     Raises:
-        TypeError: ``key`` is not a string.
-        ValueError: It is missing but needed, it was used in this step, or for another length.
+        TypeError: ``key`` is not a string, or ``op`` no operation.
+        ValueError: The operation is another one than sum and mean; the key is missing but needed, or was used
+            in this step, or for another length; or the tensors are on several accelerators.
         RuntimeError: The call is captured in a CUDA graph, and has something to decide.
+
+    Attributes:
+        state: As given.
+        tensors: As given.
+        mean: Whether the mean is wanted, and not the sum.
+        step: The step that the call belongs to.
+        with_feedback: Whether residuals are kept.
+        label: A number for what the call does, identical in every process. Its messages have it for a tag, so
+            that a rank that makes another call does not take them for its own.
     """
-    if key is not None and not isinstance(key, str):
-        raise TypeError(f"{name}: key must be a string, got {type(key).__name__}")
-    accelerators = {tensor.device for tensor in tensors if tensor.numel() and tensor.device.type != "cpu"}
-    if len(accelerators) > 1:
-        raise ValueError(f"{name}: the tensors are on {sorted(map(str, accelerators))}: call once for each")
-    names: list[str] = []
-    if state.feedback.wanted:
-        if key is None:
+
+    def __init__(
+        self,
+        name: str,
+        state: QuantizedAllreduceState,
+        tensors: Sequence[torch.Tensor],
+        op: Any,
+        key: str | None,
+    ) -> None:
+        if key is not None and not isinstance(key, str):
+            raise TypeError(f"{name}: key must be a string, got {type(key).__name__}")
+        self.state, self.tensors, self.mean = state, tensors, checked_operation(name, op)
+        self.with_feedback = state.feedback.wanted
+        self.label = zlib.crc32(f"{name} {self.mean} {key!r}".encode(errors="surrogatepass"))
+        self._name, self._key = name, key
+        accelerators = {one.device for one in tensors if one.numel() and one.device.type != "cpu"}
+        if len(accelerators) > 1:
             raise ValueError(
-                f"{name}: with error feedback a key must name these values, so that the next step finds "
-                "their residuals"
+                f"{name}: the tensors are on {sorted(map(str, accelerators))}: call once for each"
             )
-        names = names_of(key, tensors)
-        for one, tensor in zip(names, tensors, strict=True):
-            state.feedback.require_length(one, value_count(tensor))
-        names.append(key)
-    for tensor in tensors:
-        state.refuse_capture(tensor)
-    step = state.feedback.begin_tensors()
-    step.use([*dict.fromkeys(names)])
-    return step
+        names: list[str] = []
+        if self.with_feedback:
+            if key is None:
+                raise ValueError(
+                    f"{name}: with error feedback a key must name these values, so that the next step finds "
+                    "their residuals"
+                )
+            names = [*map(self._name_of, range(len(tensors)))]
+            for one, tensor in zip(names, tensors, strict=True):
+                state.feedback.require_length(one, value_count(tensor))
+            names.append(key)
+        for tensor in tensors:
+            state.refuse_capture(tensor)
+        self.step = state.feedback.begin_tensors()
+        self.step.use([*dict.fromkeys(names)])
 
+    def key_of(self, number: int) -> Key:
+        """Return what the residuals of a tensor belong to."""
+        count = value_count(self.tensors[number])
+        return self.state.feedback.key(self._name_of(number), count) if self.with_feedback else Key("", count)
 
-def run(
-    name: str,
-    state: QuantizedAllreduceState,
-    step: Step,
-    tensors: Sequence[torch.Tensor],
-    terms: Mapping[str, object],
-    start: Callable[[], list[Future]],
-    result: Tensors | None,
-) -> Future | None:
-    """Agree on a call of a step, start it, and wait for it unless there is a ``result`` for a future."""
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    like = filled[0] if filled else torch.empty(0)
-    started: list[Future] = []
-    # Tensors made here live on and are written elsewhere, so they must not be of inference mode.
-    with torch_compat.profiler_range(f"ddp_quant_hooks.{name}"), torch.inference_mode(False):
-        try:
-            if filled and state.process_group.size() > 1:
-                with step.outcome.watching():
-                    state.require_same_call(name, terms, filled)
-                    if isinstance(state, DefaultState):
-                        state.count_call()
-                    started = [future.then(step.outcome.of) for future in start()]
-            if result is None:
-                for future in started:
-                    future.wait()
-                return None
-        except RuntimeError as error:
-            if result is not None:
-                return failed_future(error, like)
-            if isinstance(state, DefaultState):
-                state.close_after_error()
-            raise
-    return _future_of_all(started, filled, result)
+    def run(
+        self, start: Callable[[], list[Future]], result: Tensors | None, **terms: object
+    ) -> Future | None:
+        """Let the ranks agree, start the call, and wait for it unless there is a ``result`` for a future."""
+        terms |= {"op": "AVG" if self.mean else "SUM", "key": self._key}
+        state, filled = self.state, [tensor for tensor in self.tensors if tensor.numel()]
+        like = filled[0] if filled else torch.empty(0)
+        started: list[Future] = []
+        # Tensors made here live on and are written elsewhere, so they must not be of inference mode.
+        with torch_compat.profiler_range(f"ddp_quant_hooks.{self._name}"), torch.inference_mode(False):
+            try:
+                if filled and state.process_group.size() > 1:
+                    with self.step.outcome.watching():
+                        state.require_same_call(self._name, terms, filled)
+                        started = [future.then(self.step.outcome.of) for future in start()]
+                if result is None:
+                    for future in started:
+                        future.wait()
+                    return None
+            except RuntimeError as error:
+                if result is not None:
+                    return failed_future(error, like)
+                if isinstance(state, DefaultState):
+                    state.close_after_error()
+                raise
+        return _future_of_all(started, filled, result)
+
+    def _name_of(self, number: int) -> str:
+        """Return the name under which the residuals of a tensor are kept."""
+        return str(self._key) if len(self.tensors) == 1 else f"{self._key}[{number}]"
 
 
 def _future_of_all(started: list[Future], tensors: Sequence[torch.Tensor], result: Tensors) -> Future:
@@ -188,25 +213,3 @@ def _future_of_all(started: list[Future], tensors: Sequence[torch.Tensor], resul
         return result
 
     return joined_future(started, result, device).then(last)
-
-
-def names_of(key: str, tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Return the names under which the residuals of a call's tensors are kept."""
-    return [key] if len(tensors) == 1 else [f"{key}[{number}]" for number in range(len(tensors))]
-
-
-def keys_of(state: QuantizedAllreduceState, key: str | None, tensors: Sequence[torch.Tensor]) -> list[Key]:
-    """Return what the residuals of a call's tensors belong to."""
-    counts = [value_count(tensor) for tensor in tensors]
-    if key is None or not state.feedback.wanted:
-        return [Key("", count) for count in counts]
-    named = zip(names_of(key, tensors), counts, strict=True)
-    return [state.feedback.key(name, count) for name, count in named]
-
-
-def label_of(name: str, key: str | None, *, mean: bool) -> int:
-    """Return a number for what a call does, identical in every process.
-
-    Its messages have it for a tag, so that a rank that makes another call does not take them for its own.
-    """
-    return zlib.crc32(f"{name} {mean} {key!r}".encode(errors="surrogatepass"))

@@ -8,22 +8,11 @@ import torch
 import torch.distributed as dist
 
 from ddp_quant_hooks.exchange.values import flat_real
-from ddp_quant_hooks.feedback import Key, Step
 from ddp_quant_hooks.states import QuantizedAllreduceState
-from ddp_quant_hooks.tensors.calls import (
-    Future,
-    begin,
-    checked_state,
-    keys_of,
-    label_of,
-    never_traced,
-    run,
-)
+from ddp_quant_hooks.tensors.calls import Call, Future, checked_state, never_traced
 from dist_utils import torch_compat
-from dist_utils.comm_hooks import checked_operation, checked_tensors
+from dist_utils.comm_hooks import checked_tensors
 from dist_utils.process_groups import record_use
-
-__all__ = ["reduce_scatter_tensor"]
 
 
 @overload
@@ -100,19 +89,13 @@ def reduce_scatter_tensor(
         >>> reduce_scatter_tensor(shard, gradients, dist.ReduceOp.AVG, state)  # doctest: +SKIP
     """
     name = "reduce_scatter_tensor"
-    state, mean = checked_state(name, group), checked_operation(name, op)
+    state = checked_state(name, group)
     world_size = state.process_group.size()
     target, source = _checked_shards(name, world_size, output, input)
-    step = begin(name, state, [source], key)
+    call = Call(name, state, [source], op, key)
     if world_size == 1:
         target.copy_(source.view(target.shape))
-    what = {"op": "AVG" if mean else "SUM", "key": key}
-
-    def start() -> list[Future]:
-        (owner,) = keys_of(state, key, [source])
-        return [_start(state, step, target, source, owner, label_of(name, key, mean=mean), mean=mean)]
-
-    return run(name, state, step, [source], what, start, output if async_op else None)
+    return call.run(lambda: [_start(call, target, source)], output if async_op else None)
 
 
 def _checked_shards(
@@ -139,35 +122,33 @@ def _checked_shards(
     return target, source
 
 
-def _start(
-    state: QuantizedAllreduceState,
-    step: Step,
-    target: torch.Tensor,
-    source: torch.Tensor,
-    owner: Key,
-    label: int,
-    *,
-    mean: bool,
-) -> Future:
-    averager, outcome, wanted = state.averager, step.outcome, state.feedback.wanted
-    world_size, how = state.process_group.size(), None
+def _start(call: Call, target: torch.Tensor, source: torch.Tensor) -> Future:
+    state, mean, with_feedback, outcome = call.state, call.mean, call.with_feedback, call.step.outcome
+    averager, world_size = state.averager, state.process_group.size()
+    task, flags = None, list[torch.Tensor]()
     if averager.quantizes(source.dtype, source.nbytes, world_size):
-        how = averager.prepare_reduce_scatter(state.process_group, step, owner, source, label=label)
+        task = averager.prepare_reduce_scatter(
+            state.process_group,
+            call.step,
+            call.key_of(0),
+            source,
+            not_finite=flags.append if with_feedback else None,
+            label=call.label,
+        )
 
     def job(group: dist.ProcessGroup) -> torch.Tensor:
         for tensor in (source, target):
             record_use(tensor)  # the caller may drop it before this stream is done with it
         values, shard = flat_real(source), flat_real(target)
-        flags: list[torch.Tensor] = []
-        if how is not None:
-            averager.reduce_scatter(group, values, shard, how, flags.append if wanted else None)
+        if task is not None:
+            averager.reduce_scatter(group, values, shard, task)
             if not mean:
                 shard *= world_size
         else:
             _plain_reduce_scatter(group, values, shard, mean=mean)
             averager.count_plain(group, source.nbytes // 2)
-        if wanted:
-            if not (mean and how is not None):  # that mean is checked already
+        if with_feedback:
+            if not (mean and task is not None):  # that mean is checked already
                 flags.append(~shard.isfinite().all())
             outcome.not_finite(_on_any_rank(group, flags))
         return target

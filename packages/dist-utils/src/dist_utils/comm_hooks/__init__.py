@@ -10,8 +10,13 @@ from dist_utils.comm_hooks.buckets import (
     is_pair,
     joined_future,
 )
-from dist_utils.comm_hooks.comparisons import Bucket, require_same_bucket, require_same_call
-from dist_utils.comm_hooks.hook_state import BucketWatch, HookState
+from dist_utils.comm_hooks.hook_state import (
+    Bucket,
+    BucketWatch,
+    HookState,
+    require_same_bucket,
+    require_same_call,
+)
 from dist_utils.comm_hooks.tensor_calls import checked_operation, checked_tensors, same_kind
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
 
-from dist_utils.process_groups.side_stream import fail
+from dist_utils.process_groups.side_stream import empty_future, fail, new_future
 from dist_utils.torch_compat import GradBucket
 
 CommHook: TypeAlias = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
@@ -98,10 +98,7 @@ def clamp_mean(mean: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def completed_future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     """Return a future that is complete, for a hook that has nothing to average."""
-    on_cpu = buffer.device.type == "cpu"
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-        devices=None if on_cpu else [buffer.device]
-    )
+    future = empty_future(buffer.device)
     future.set_result(buffer)
     return future
 
@@ -119,8 +116,7 @@ def joined_future(
         value: The future's value.
         device: Where the tensors are that the parts write.
     """
-    on_cpu = device.type == "cpu"
-    joined: torch.futures.Future[_T] = torch.futures.Future(devices=None if on_cpu else [device])
+    joined, result = new_future(device)
 
     def finish(_: torch.futures.Future[Any]) -> None:
         try:
@@ -132,8 +128,7 @@ def joined_future(
             joined.set_result(value)
 
     torch.futures.collect_all(list(parts)).then(finish)
-    # C++ waiters such as DDP's reducer see an error only if a callback has raised it.
-    return joined.then(lambda done: done.value())
+    return result
 
 
 def failed_future(error: Exception, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -122,70 +122,64 @@ def require_same_terms(
     Example:
         >>> require_same_terms(None, "my hook", {"bits": 8})  # doctest: +SKIP
     """
-    return compare_terms(process_group, title, terms, problem=problem, timeout=timeout).name
-
-
-def compare_terms(
-    process_group: GroupLike,
-    title: str,
-    terms: Mapping[str, object] | None = None,
-    *,
-    problem: BaseException | None = None,
-    timeout: timedelta | None = None,
-    note: str = "",
-) -> Verdict:
-    """Do as :func:`require_same_terms`, and publish a note with this rank's claim."""
     group = resolve_group(process_group)
-    body: dict[str, str] = {}
-    try:
-        body = _body(title, terms, timeout)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
-        problem = error if problem is None else problem
-        timeout = None  # it may be what is wrong
-    claim = Claim(title if type(title) is str else "", body)
-    return compare(group, claim, _different_terms, problem=problem, timeout=timeout, note=note)
+    return compare(
+        group,
+        title if type(title) is str else "",
+        lambda: (terms_body(title, terms, timeout), ""),
+        problem=problem,
+        timeout=timeout,
+    ).name
 
 
 def compare(
     group: dist.ProcessGroup,
-    claim: Claim,
-    explain: Callable[[list[Claim], list[int]], str],
+    title: str,
+    describe: Callable[[], tuple[Any, str]],
+    explain: Callable[[list[Claim], list[int]], str] | None = None,
     *,
     problem: BaseException | None = None,
     timeout: timedelta | None = None,
-    note: str = "",
 ) -> Verdict:
     """Return if all ranks of a group claim the same; otherwise raise on every rank.
 
     Args:
         group: The ranks.
-        claim: This rank's claim.
-        explain: Gets all claims, of one title, and the global ranks, and says what differs.
+        title: What this rank is about to do; compared, too.
+        describe: Returns what must be equal on all ranks, as JSON can hold it, and a short note for the other
+            ranks, which need not be equal. What it raises is this rank's problem.
+        explain: Gets the claims of all ranks and their global ranks, and says what differs. By default the
+            claims are terms.
         problem: Why this rank cannot go on. It is raised here; the other ranks get its text.
         timeout: How long to wait for the others; the group's own timeout if not given.
-        note: A short text for the other ranks, which need not be equal.
 
     Raises:
         AgreementError: As :func:`require_same_terms`.
     """
+    body, note = None, ""
+    try:
+        body, note = describe()
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        problem = error if problem is None else problem
+        timeout = None  # it may be what is wrong
     if group.size() == 1 or dist.get_backend(group) == "fake":
         if problem is not None:
             raise problem
         return Verdict(name=uuid.uuid4().hex, notes=(note,) * group.size())
-    if problem is not None:
-        claim = claim._replace(problem=error_text(problem) or "an error without text")
+    text = "" if problem is None else error_text(problem) or "an error without text"
+    claim = Claim(title, body, text)
     seconds = timeout.total_seconds() if timeout else timeout_seconds(group)
     # Equal problems on all ranks are no agreement.
-    text = json.dumps(claim) + (uuid.uuid4().hex if claim.problem else "")
-    digest = hashlib.sha256(text.encode()).hexdigest()
+    unique = uuid.uuid4().hex if claim.problem else ""
+    digest = hashlib.sha256(f"{json.dumps(claim)}{unique}".encode()).hexdigest()
 
     def judge_digests(said: list[Any]) -> Verdict:
         digests, notes = zip(*said, strict=True)
         return Verdict(name=uuid.uuid4().hex, notes=notes, differ=len(set(digests)) > 1)
 
     def judge_claims(said: list[Any]) -> Verdict:
-        ranks = dist.get_process_group_ranks(group)
-        return Verdict(error=_first_difference([Claim(*one) for one in said], ranks, explain))
+        claims, ranks = [Claim(*one) for one in said], dist.get_process_group_ranks(group)
+        return Verdict(error=_first_difference(claims, ranks, explain or _different_terms))
 
     with _one_at_a_time(group) as numbers:
         try:
@@ -346,7 +340,9 @@ def _different_terms(claims: list[Claim], ranks: list[int]) -> str:
     return f"{claims[0].title} differs between ranks: {'; '.join(different)}"
 
 
-def _body(title: str, terms: Mapping[str, object] | None, timeout: timedelta | None) -> dict[str, str]:
+def terms_body(
+    title: str, terms: Mapping[str, object] | None, timeout: timedelta | None = None
+) -> dict[str, str]:
     """Return terms as they are compared; raises if the arguments are wrong."""
     if not isinstance(title, str):
         raise TypeError(f"title must be a string, got {type(title).__name__}")

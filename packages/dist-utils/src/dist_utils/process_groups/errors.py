@@ -6,10 +6,9 @@ future. So a kept error is a copy (:func:`same_error`), and so is each one that 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 _MOST_CAUSES = 20
 """The most errors of a chain that are copied; the text has all."""
@@ -48,7 +47,7 @@ def same_error(error: BaseException) -> Exception:
     ``RuntimeError`` that shows it. Raises nothing, whatever the error's own methods do.
     """
     lines = _text_or_type(error, lambda: "".join(traceback.format_exception(error)))
-    copies = [_copy(one) for one in _chain(error)]
+    copies = [_copy(one) for one in itertools.islice(_chain(error), _MOST_CAUSES)]
     if not isinstance(copies[-1], OriginalTraceback):
         copies.append(OriginalTraceback(lines))
     for effect, cause in itertools.pairwise(copies):
@@ -74,15 +73,11 @@ def error_text(error: BaseException) -> str:
     return _text_or_type(error, lambda: f"{type(error).__name__}: {error}")
 
 
-def _chain(error: BaseException) -> list[BaseException]:
-    """Return an error and its causes, each once, and not too many: they may be a cycle."""
-    chain: list[BaseException] = []
-    one: BaseException | None = error
-    with contextlib.suppress(BaseException):  # a user's class
-        while one is not None and len(chain) < _MOST_CAUSES and all(one is not other for other in chain):
-            chain.append(one)
-            one = one.__cause__
-    return chain
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and its causes, without end if they are a cycle."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def _copy(error: BaseException) -> Exception:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_utils import torch_compat
+from dist_utils.process_groups.side_stream import empty_future
 
 GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 """What every function here accepts as a group: ``None`` is the default group (WORLD)."""
@@ -66,8 +67,7 @@ def resolve_group(group: GroupLike = None) -> dist.ProcessGroup:
         rank = dist.get_rank(group)
     except ValueError as error:
         raise ValueError(
-            "the process group was destroyed: whatever was made for it, such as a hook's state, must be made "
-            "anew"
+            "the process group was destroyed: make a new hook state, a new model, or whatever was made for it"
         ) from error
     if rank < 0:
         raise ValueError(
@@ -127,12 +127,7 @@ def group_of_model(ddp: DistributedDataParallel, group: dist.ProcessGroup | None
         raise TypeError(f"a model must be a DistributedDataParallel module, got {type(ddp).__name__}")
     if group is None:
         return ddp.process_group
-    try:
-        ranks, models = dist.get_process_group_ranks(group), dist.get_process_group_ranks(ddp.process_group)
-    except KeyError as error:
-        raise ValueError(
-            "the process group of the hook or the model was destroyed: make a new hook state, or a new model"
-        ) from error
+    ranks, models = (dist.get_process_group_ranks(resolve_group(one)) for one in (group, ddp.process_group))
     if ranks != models:
         raise ValueError(f"the hook averages over ranks {ranks}, but the model over ranks {models}")
     return group
@@ -163,7 +158,7 @@ def future_of_work(
     if device.type == "cpu" or not runs_on_host(group, device):
         return own
     work.wait()
-    done: torch.futures.Future[Any] = torch.futures.Future(devices=[device])
+    done = empty_future(device)
     done.set_result(own.wait())
     return done
 

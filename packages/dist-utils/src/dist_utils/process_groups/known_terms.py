@@ -12,8 +12,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dist_utils.process_groups.agreement import require_same_terms
 from dist_utils.process_groups.errors import FirstError
 
-_MOST_CALLS = 1 << 16
-"""How many things without a subject are remembered, by digests of 32 bytes; then all are compared anew."""
+_MOST = 1 << 16
+"""How many things about one object are remembered, by digests of 32 bytes; then all are compared anew."""
 
 
 class KnownTerms:
@@ -28,8 +28,7 @@ class KnownTerms:
 
     def __init__(self, failure: FirstError) -> None:
         self._failure = failure
-        self._known: set[bytes] = set()
-        self._known_about: Any = WeakIdKeyDictionary()
+        self._known: Any = WeakIdKeyDictionary()  # by what it is about: digests
 
     def require(
         self, group: dist.ProcessGroup, title: str, terms: Mapping[str, object], about: object | None = None
@@ -45,9 +44,9 @@ class KnownTerms:
         if group.size() == 1:
             return
         self._failure.raise_again()
-        if len(self._known) >= _MOST_CALLS:  # on all ranks at once, as all know the same
-            self._known.clear()
-        known = self._known if about is None else self._known_about.setdefault(about, set())
+        known: set[bytes] = self._known.setdefault(self if about is None else about, set())
+        if len(known) >= _MOST:  # on all ranks at once, as all know the same
+            known.clear()
         key = hashlib.sha256(f"{title} {terms}".encode(errors="surrogatepass")).digest()
         if key not in known:
             try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -87,11 +87,10 @@ def _claim_of(tensors: list[Any], names: list[Any] | None) -> TensorClaim:
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"tensors[{index}] is a {type(tensor).__name__}, not a tensor")
-    if names is None:
-        return TensorClaim.of(tensors, [""] * len(tensors))
-    for name in names:
+    for name in names or []:
         if not isinstance(name, str):
             raise TypeError(f"names must be strings, got a {type(name).__name__}")
+    names = [""] * len(tensors) if names is None else names
     if len(names) != len(tensors):
         raise ValueError(f"{len(names)} names for {len(tensors)} tensors")
     return TensorClaim.of(tensors, names)
@@ -110,7 +109,7 @@ def require_same_tensors(
     """
     try:
         if not _digests_agree(group, claim, problem):
-            compare(group, Claim("", claim), _different_tensors, problem=problem)
+            compare(group, "", lambda: (claim, ""), _different_tensors, problem=problem)
     except AgreementError as error:
         if logger is not None:
             logger.set_error_and_log(str(error))
@@ -134,28 +133,26 @@ def _different_tensors(claims: list[Claim], ranks: list[int]) -> str:
     for rank, claim in zip(ranks, everyone, strict=True):
         if claim.arguments != first.arguments:
             return f"rank {ranks[0]} was called with {first.arguments}, rank {rank} with {claim.arguments}"
-    position, other = next(
-        (position, other)
-        for position in range(max(len(claim.tensors) for claim in everyone))
-        for other in range(1, len(everyone))
-        if everyone[other].tensors[position : position + 1] != first.tensors[position : position + 1]
-    )
+    rows = enumerate(itertools.zip_longest(*(claim.tensors for claim in everyone)))
+    position, row = next((position, row) for position, row in rows if any(one != row[0] for one in row))
+    other = next(index for index, one in enumerate(row) if one != row[0])
     sides = []
     for index in (0, other):
-        held = everyone[index].tensors
-        name, description = held[position] if position < len(held) else ("", "none there")
+        name, description = row[index] or ("", "none there")
         label = f"{name} of " if name else ""
-        sides.append(f"rank {ranks[index]} has {label}{description} ({len(held)} tensors)")
+        count = len(everyone[index].tensors)
+        sides.append(f"rank {ranks[index]} has {label}{description} ({count} tensors)")
     return f"ranks hold different tensors, first at tensor {position}: {sides[0]}; {sides[1]}"
 
 
-_KIND = [operator.attrgetter(name) for name in ("shape", "dtype", "device", "layout", "requires_grad")]
+_KIND = operator.attrgetter("shape", "dtype", "device", "layout", "requires_grad")
 
 
 def _descriptions(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Describe tensors, reading each attribute of all tensors in turn: half the time of tensor by tensor."""
-    kinds = [map(attribute, tensors) for attribute in _KIND]
-    return list(map(_described, *kinds, map(_memory, tensors)))
+    """Describe tensors: each kind once, of which a module has few."""
+    kinds = list(zip(map(_KIND, tensors), map(_memory, tensors), strict=True))
+    texts = {kind: _described(*kind) for kind in set(kinds)}
+    return [texts[kind] for kind in kinds]
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, ...] | str:
@@ -174,14 +171,7 @@ def _memory(tensor: torch.Tensor) -> tuple[int, ...] | str:
     return f"{compressed.dtype} indices, elements of shape {element}"
 
 
-@functools.lru_cache(1024)  # a module has many tensors of few kinds
-def _described(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    layout: torch.layout,
-    requires_grad: bool,
-    memory: tuple[int, ...] | str,
-) -> str:
+def _described(kind: tuple[Any, ...], memory: tuple[int, ...] | str) -> str:
+    shape, dtype, device, layout, requires_grad = kind
     memory = f"layout {layout}, {memory}" if isinstance(memory, str) else f"stride {memory}"
     return f"shape {tuple(shape)}, {dtype} on {device.type}, {memory}, requires_grad {requires_grad}"

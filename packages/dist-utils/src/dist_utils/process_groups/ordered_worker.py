@@ -8,18 +8,23 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from dist_utils import torch_compat
-from dist_utils.process_groups.agreement import Verdict, compare_terms
+from dist_utils.process_groups.agreement import Verdict, compare, terms_body
 from dist_utils.process_groups.errors import FirstError, drop_frames, same_error
 from dist_utils.process_groups.groups import GroupLike, resolve_group, runs_on_host
 from dist_utils.process_groups.known_terms import KnownTerms
-from dist_utils.process_groups.side_stream import SideStream, SideStreams, current, fail, new_future
+from dist_utils.process_groups.side_stream import (
+    SideStream,
+    SideStreams,
+    complete,
+    device_of,
+    fail,
+    new_future,
+)
 from dist_utils.process_groups.worker_thread import (
     WorkerThread,
     await_connections,
@@ -94,7 +99,6 @@ class OrderedWorker:
         self._terms, self._note = terms, note
         self._starting = threading.Lock()
         self._failure = FirstError()
-        self._shown_error: Exception | None = None
         self._agreed: Verdict | None = None
         self._known = KnownTerms(self._failure)
         self._thread: WorkerThread | None = None
@@ -108,15 +112,12 @@ class OrderedWorker:
 
     @property
     def error(self) -> Exception | None:
-        """A copy of the first error, or ``None``. Once set, no later job runs.
+        """A new copy of the first error, or ``None``. Once set, no later job runs.
 
         Its cause has the traceback as text. The frames themselves would keep the private group alive, and its
         end is what tells the peers.
         """
-        if self._shown_error is None and self._failure.error is not None:
-            # A caller that raises it adds frames that may hold this worker, and the thread has the other one.
-            self._shown_error = same_error(self._failure.error)
-        return self._shown_error
+        return None if self._failure.error is None else same_error(self._failure.error)
 
     def submit(
         self,
@@ -185,24 +186,15 @@ class OrderedWorker:
         self._failure.raise_again()
         if self._agreed is None:
             try:
-                self._agreed = self._compare_terms()
+                self._agreed = compare(self._process_group, self._name, self._describe)
             except BaseException as error:  # an interrupt, too: the other ranks are told of it
                 self._failure.keep(error)
                 raise
             self._terms, self._note = dict, str  # they may hold the worker's owner, a cycle
         return self._agreed
 
-    def _compare_terms(self) -> Verdict:
-        terms: Mapping[str, object] = {}
-        note = ""
-        problem: BaseException | None = None
-        try:
-            terms, note = self._terms(), self._note()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
-            problem = error
-        return compare_terms(
-            self._process_group, self._name, terms, problem=problem, note=f"{_this_host()} {note}"
-        )
+    def _describe(self) -> tuple[dict[str, str], str]:
+        return terms_body(self._name, self._terms()), f"{_this_host()} {self._note()}"
 
     def hosts(self) -> list[int]:
         """Return for each rank of the group the number of its host; hosts are numbered as they first appear.
@@ -320,27 +312,20 @@ class OrderedWorker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run_here(
         self, job: Callable[[dist.ProcessGroup], T], side: SideStream | None, name: str
     ) -> torch.futures.Future[T]:
-        done, result = new_future(side)
-        with current(side):
-            if self._failure.error is None:
-                try:
-                    with torch_compat.profiler_range(name):
-                        # The future records the side stream here, for which the stream of a waiter then
-                        # waits.
-                        done.set_result(job(self._process_group))
-                except Exception as error:  # noqa: BLE001 - whatever it is, backward() must raise it
-                    self._failure.keep(error)
-                    drop_frames(error)  # this frame holds the future
-            if self._failure.error is not None:
-                fail(done, self._failure.error)
+        done, result = new_future(device_of(side))
+        try:
+            self._failure.raise_again()
+            complete(done, job, self._process_group, side, name)
+        except Exception as error:  # noqa: BLE001 - whatever it is, backward() must raise it
+            self._failure.keep(error)
+            drop_frames(error)  # this frame holds the future
+            fail(done, self._failure.error or error)
         return result
 
 

@@ -1,12 +1,15 @@
-"""Where a job runs and completes: on the host, or on a side stream of an accelerator."""
+"""Where a job runs and completes, on the host or on a side stream of an accelerator; and its future."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 
+from dist_utils import torch_compat
 from dist_utils.process_groups.errors import same_error
 
 T = TypeVar("T")
@@ -52,6 +55,11 @@ def current(side: SideStream | None) -> contextlib.AbstractContextManager[object
     return context
 
 
+def device_of(side: SideStream | None) -> torch.device:
+    """Return where the results of a job are: on its side stream's device, or on the CPU."""
+    return torch.device("cpu") if side is None else side.stream.device
+
+
 def record_use(tensor: torch.Tensor) -> None:
     """Note that the current stream uses a tensor, whose memory may belong to another stream.
 
@@ -62,14 +70,38 @@ def record_use(tensor: torch.Tensor) -> None:
         tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
 
 
-def new_future(
-    side: SideStream | None,
-) -> tuple[torch.futures.Future[Any], torch.futures.Future[Any]]:
-    """Return a future to complete when a job is done, and one to hand out."""
-    done: torch.futures.Future[Any] = torch.futures.Future(
-        devices=None if side is None else [side.stream.device]
-    )
+def empty_future(device: torch.device) -> torch.futures.Future[Any]:
+    """Return a future of what is on ``device``, to be completed."""
+    return torch.futures.Future(devices=None if device.type == "cpu" else [device])
+
+
+def new_future(device: torch.device) -> tuple[torch.futures.Future[Any], torch.futures.Future[Any]]:
+    """Return a future to complete, and one to hand out, whose errors C++ waiters see, too."""
+    done = empty_future(device)
     return done, done.then(_value)
+
+
+def complete(
+    done: torch.futures.Future[T],
+    job: Callable[[dist.ProcessGroup], T],
+    group: dist.ProcessGroup,
+    side: SideStream | None,
+    name: str,
+) -> None:
+    """Run a job and complete its future; raises what the job raises.
+
+    Args:
+        done: The first of a :func:`new_future` pair. It records the side stream, for which the stream of a
+            waiter then waits.
+        job: Called with the group.
+        group: What its collectives use.
+        side: Where it runs.
+        name: What a profiler calls it.
+    """
+    with current(side):
+        with torch_compat.profiler_range(name):
+            result = job(group)
+        done.set_result(result)
 
 
 def fail(done: torch.futures.Future[Any], error: BaseException) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dist_utils import torch_compat
 from dist_utils.process_groups.errors import FirstError, drop_frames
 from dist_utils.process_groups.groups import store_connection
-from dist_utils.process_groups.side_stream import SideStream, current, fail, new_future
+from dist_utils.process_groups.side_stream import SideStream, complete, device_of, fail, new_future
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class WorkerThread:
                 f"{self._name} has a thread in the process that this one was forked from, and none here: "
                 "make a new one"
             )
-        done, result = new_future(side)
+        done, result = new_future(device_of(side))
         with self._ending:
             if not self._ended:
                 self._newest = weakref.ref(done)
@@ -135,8 +135,7 @@ class WorkerThread:
             return
         try:
             if self._failure.error is None:
-                with current(job.side):
-                    job.done.set_result(self._run_in_group(job))
+                self._run_in_group(job)
                 return
         except BaseException as error:  # noqa: BLE001 - whatever it is, the waiting rank must see it
             self._failure.keep(error)
@@ -147,7 +146,7 @@ class WorkerThread:
         self._destroy_group()
         fail(job.done, self._failure.error or self._group_is_gone())
 
-    def _run_in_group(self, job: _Job) -> Any:
+    def _run_in_group(self, job: _Job) -> None:
         if torch.get_num_threads() != job.threads:  # a setting of each thread
             torch.set_num_threads(job.threads)
         if _flushes_denormals() != job.flushes_denormals:  # likewise
@@ -155,8 +154,7 @@ class WorkerThread:
         group = self._group()
         if group is None:
             raise self._group_is_gone()
-        with torch_compat.profiler_range(job.name):
-            return job.run(group)
+        complete(job.done, job.run, group, job.side, job.name)
 
     def _group_is_gone(self) -> RuntimeError:
         return RuntimeError(f"the process group of {self._name} was destroyed")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import multiprocessing
 import os
@@ -16,12 +15,12 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # documented, not in its __all__
 
-from dist_utils.testing.rank import Failure, Job, Stage, run_rank
+from dist_utils.testing.rank import Failure, Stage, run_rank
 
 _MOST_PATIENCE = 30.0
 """The largest factor by which ``patience`` extends a timeout."""
@@ -131,22 +130,15 @@ def run_ranks(
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # init_process_group uses the store that exists
         }
+        if group_timeout is None:
+            group_timeout = _MOST_PATIENCE * timeout
         ranks: list[_Rank] = []
         for rank in range(world_size):
             connection, theirs = context.Pipe()
-            job = Job(
-                fn,
-                args,
-                rank,
-                backend,
-                group_timeout=_MOST_PATIENCE * timeout if group_timeout is None else group_timeout,
-                environment={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                outputs=files[:2],
-                stacks=files[2],
-                alive=_pipe_of_this_process()[0],
-                connection=theirs,
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = context.Process(
+                target=run_rank, args=(theirs, files, own, backend, group_timeout, fn, args)
             )
-            process = context.Process(target=run_rank, args=(job,))
             process.start()
             theirs.close()
             ranks.append(_Rank(rank, process, connection, may_die=rank in may_die))
@@ -255,14 +247,6 @@ def _check(world_size: int, backend: str | None, timeout: float, group_timeout: 
         raise ValueError(f"nccl needs a GPU per rank: {world_size} ranks, {torch.cuda.device_count()} GPUs")
 
 
-@functools.cache
-def _pipe_of_this_process() -> tuple[Connection, Connection]:
-    """Return both ends of a pipe that nobody else has open for writing: it ends when this process does."""
-    reader, writer = multiprocessing.Pipe(duplex=False)
-    os.register_at_fork(after_in_child=writer.close)  # the child may outlive this process
-    return reader, writer
-
-
 def _wait(ranks: Sequence[_Rank], stage: Stage, began: float, timeout: float, stacks: IO[str]) -> None:
     """Return when all ranks have reached ``stage``; raise when one has failed, or at the timeout."""
     while late := [rank for rank in ranks if not rank.has_reached(stage)]:
@@ -276,7 +260,7 @@ def _wait(ranks: Sequence[_Rank], stage: Stage, began: float, timeout: float, st
         for rank in late:
             rank.listen()
         if any(not rank.may_die and (rank.died or Stage.FAILED in rank.reports) for rank in late):
-            raise _first_failure(ranks)
+            _raise_first_failure(ranks)
 
 
 def _write_stacks(ranks: Sequence[_Rank], stacks: IO[str]) -> str:
@@ -292,25 +276,19 @@ def _write_stacks(ranks: Sequence[_Rank], stacks: IO[str]) -> str:
     return stacks.read()
 
 
-def _first_failure(ranks: Sequence[_Rank]) -> BaseException:
-    """Make the error to raise: a rank that died explains the others' errors, else the earliest counts."""
+def _raise_first_failure(ranks: Sequence[_Rank]) -> NoReturn:
+    """Raise an error: a rank that died explains the others' errors, else the earliest counts."""
     # The others may be about to fail for the same reason, or be the reason.
     time.sleep(patience(_SETTLE_SECONDS))
     for rank in ranks:
         rank.listen()
-    failures: dict[int, Failure] = {
-        rank.number: rank.reports[Stage.FAILED] for rank in ranks if Stage.FAILED in rank.reports
-    }
-    texts = [f"\nrank {number} raised:\n{failure.traceback}" for number, failure in failures.items()]
+    failed = [rank for rank in ranks if Stage.FAILED in rank.reports]
+    texts = [f"\nrank {rank.number} raised:\n{rank.reports[Stage.FAILED].traceback}" for rank in failed]
     dead = [rank for rank in ranks if rank.died and not rank.may_die]
-    error = _death(dead[0], len(ranks)) if dead else _error(min(failures.values()))
-    cause = RankTraceback("\n".join(texts)) if texts else None
-    try:
-        error.__cause__ = cause
-    except Exception:  # noqa: BLE001 - a frozen class
-        error = RuntimeError(repr(error))
-        error.__cause__ = cause
-    return error
+    error = (
+        _death(dead[0], len(ranks)) if dead else _error(min(rank.reports[Stage.FAILED] for rank in failed))
+    )
+    raise error from RankTraceback("\n".join(texts)) if texts else None
 
 
 def _death(rank: _Rank, world_size: int) -> RankDied:

@@ -13,6 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_utils import torch_compat
+from dist_utils.comm_hooks import completed_future
 
 # struct tcp_info of linux/tcp.h: tcpi_notsent_bytes; tcpi_bytes_sent, then tcpi_bytes_retrans
 _TCP_INFO_BYTES_NOT_SENT = 144
@@ -70,9 +71,7 @@ def grad_bucket(gradients: Sequence[torch.Tensor]) -> torch_compat.GradBucket:
 
     def capture(_: object, bucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[no-untyped-def] # noqa: ANN001
         buckets.append(bucket)
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
+        return completed_future(bucket.buffer())
 
     capture.__annotations__.clear()  # strings here, which register_comm_hook refuses
     ddp.register_comm_hook(None, capture)

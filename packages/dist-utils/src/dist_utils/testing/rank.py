@@ -6,14 +6,14 @@ import atexit
 import contextlib
 import enum
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -43,56 +43,53 @@ class Failure(NamedTuple):
     traceback: str
 
 
-@dataclass(frozen=True)
-class Job:
-    """What one rank runs, and what connects it with its caller.
-
-    Attributes:
-        outputs: Where its standard output and error go.
-        stacks: Where it writes its stack when it gets SIGUSR1.
-        alive: The reader of a pipe that ends when the caller does.
-        connection: For reports, each a :class:`Stage` and its content, and for the answers.
-    """
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    rank: int
-    backend: str | None
-    group_timeout: float
-    environment: dict[str, str]
-    outputs: list[Connection]
-    stacks: Connection
-    alive: Connection
-    connection: Connection
-
-
 _connection: Connection | None = None
-"""In the process of a rank: the connection of its job."""
+"""In the process of a rank: where it reports to, each time a :class:`Stage` and its content."""
 
 
-def run_rank(job: Job) -> None:
-    """Run as one rank: the entry point of a new process."""
+def run_rank(
+    connection: Connection,
+    files: Sequence[Connection],
+    environment: dict[str, str],
+    backend: str | None,
+    group_timeout: float,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """Run ``fn`` as one rank: the entry point of a new process.
+
+    Args:
+        connection: For reports, and for the answers to those of the first two stages.
+        files: Where standard output and error go, and where the stack is written at SIGUSR1.
+        environment: All of it, the rank included.
+        backend: As for :func:`run_ranks`; so are the rest.
+        group_timeout: Seconds.
+        fn: Called with the rank and ``args``.
+        args: Likewise.
+    """
     global _connection  # noqa: PLW0603 - one process, one rank
-    _connection = job.connection
-    for descriptor, output in enumerate(job.outputs, 1):
+    _connection = connection
+    *outputs, stacks = files
+    for descriptor, output in enumerate(outputs, 1):
         os.dup2(output.fileno(), descriptor)
-    faulthandler.register(signal.SIGUSR1, file=job.stacks.fileno())
-    _end_with(job.alive)
+    faulthandler.register(signal.SIGUSR1, file=stacks.fileno())
+    _end_with_caller()
     os.environ.clear()  # that of the server's start
-    os.environ.update(job.environment)
+    os.environ.update(environment)
+    rank = int(environment["RANK"])
     try:
         # A process may start later than the others by more than a collective may take.
-        _meet(job.connection, Stage.READY)
-        _join_group(job)
-        result = job.fn(job.rank, *job.args)
+        _meet(connection, Stage.READY)
+        _join_group(rank, backend, group_timeout)
+        result = fn(rank, *args)
         # With Gloo a rank can leave a collective, even a barrier, before another rank has entered it. That
         # rank fails if the connection is closed by then; and nobody can count the bytes sent on a closed one.
-        _meet(job.connection, Stage.RETURNED, _pickled(result, job.rank))
+        _meet(connection, Stage.RETURNED, _pickled(result, rank))
     except BaseException as error:  # noqa: BLE001 - the caller raises it; pytest's are no Exception
         failure = _failure(error)
         with contextlib.suppress(Exception):  # closed, for one
             sys.stdout.flush()
-        job.connection.send((Stage.FAILED, failure))
+        connection.send((Stage.FAILED, failure))
         # No clean-up: it could wait for a peer, and closed connections tell the peers at once.
         os._exit(1)
     atexit._run_exitfuncs()  # noqa: SLF001 - coverage's, for one
@@ -129,31 +126,32 @@ def _meet(connection: Connection, stage: Stage, content: bytes | None = None) ->
     connection.recv()
 
 
-def _end_with(alive: Connection) -> None:
-    """Have the system kill this process at the end of a pipe into which nothing is ever written.
+def _end_with_caller() -> None:
+    """Have the system kill this process when its caller's ends.
 
     It needs no thread, so it also ends a process that hangs with the GIL, or that is stopped. Does nothing
     except on Linux: ``F_SETSIG``, which chooses the signal, exists only there.
     """
     if sys.platform != "linux":
         return
-    # Opened anew and never closed: signal and owner belong to the open file, which all ranks would share.
-    pipe = os.open(f"/proc/self/fd/{alive.fileno()}", os.O_RDONLY | os.O_NONBLOCK)
+    caller = multiprocessing.parent_process()
+    assert caller is not None  # multiprocessing has started this process
+    pipe = caller.sentinel  # into which nothing is ever written, and which ends with the caller
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
-    if alive.poll():  # it ended before the line above
+    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
+    if not caller.is_alive():  # it ended before the line above
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _join_group(job: Job) -> None:
+def _join_group(rank: int, backend: str | None, group_timeout: float) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    if job.backend is None:
+    if backend is None:
         return
-    if job.backend == "nccl":
-        torch.cuda.set_device(job.rank % torch.cuda.device_count())
-    dist.init_process_group(job.backend, timeout=timedelta(seconds=job.group_timeout))
-    if job.backend == "gloo":
+    if backend == "nccl":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, timeout=timedelta(seconds=group_timeout))
+    if backend == "gloo":
         # A rank that has connected to all could end before they have connected to it: an error there.
         dist.barrier()
 

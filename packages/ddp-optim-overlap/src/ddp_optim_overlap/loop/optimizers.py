@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import torch
 
 from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.errors import ConfigError
-from ddp_optim_overlap.loop.gradient_watch import GradientWatch
 from ddp_optim_overlap.loop.replaced_step import has_pre_hooks
 from ddp_optim_overlap.loop.step_calls import StepCalls
-from ddp_optim_overlap.loop.step_inputs import Options, StepInputs, options_of
+from ddp_optim_overlap.loop.step_inputs import StepInputs
 from ddp_optim_overlap.optimizers.partial_steps import PartialSteps
 from ddp_optim_overlap.optimizers.reviewed import is_reviewed, require_step_per_parameter
 from ddp_optim_overlap.optimizers.step_hooks import mark_stepped
-from ddp_optim_overlap.passes.stepping import Stepper
-
-__all__ = ["OverlappedOptimizers"]
+from ddp_optim_overlap.passes.gradient_watch import GradientWatch
+from ddp_optim_overlap.passes.stepper import Stepper
 
 
 class OverlappedOptimizers(Stepper):
@@ -49,7 +46,7 @@ class OverlappedOptimizers(Stepper):
         self._only = only
         self.parts = PartialSteps(optimizers, is_reviewed)
         self.calls = StepCalls(optimizers)
-        self._read: dict[torch.optim.Optimizer, tuple[Options, Mapping[torch.Tensor, Any]]] = {}
+        self._inputs: dict[torch.optim.Optimizer, StepInputs] = {}
         self._looked_at = (0, 0)
         self._not_averaged: Sequence[torch.Tensor] = ()
         self._require_no_pre_hooks()
@@ -70,7 +67,7 @@ class OverlappedOptimizers(Stepper):
     def begin(self) -> None:
         """Check the loop and the optimizers before a backward pass that will step."""
         self.calls.begin()
-        self._read = {one: (options_of(one), one.state) for one in self._optimizers}
+        self._inputs = {one: StepInputs(one) for one in self._optimizers}
         renewals = self.parts.renewals
         self.parts.begin()
         if self.parts.renewals != renewals:
@@ -89,9 +86,10 @@ class OverlappedOptimizers(Stepper):
         for parameter in self._not_averaged:
             if parameter.requires_grad or parameter.grad is not None:
                 raise ConfigError(
-                    f"an optimizer has a parameter, of shape {tuple(parameter.shape)}, that this DDP model "
-                    "does not average, as it is not the model's or was frozen when DDP was made: it would "
-                    "never be stepped. Give it an optimizer of its own, or make a new DDP model"
+                    f"parameter {self.parts.place_of(parameter)}, of shape {tuple(parameter.shape)}, "
+                    "is not one that this DDP model averages, as it is another model's or was frozen when "
+                    "DDP was made: it would never be stepped. Give it an optimizer of its own, which the "
+                    "loop steps, or make a new DDP model"
                 )
 
     def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -106,20 +104,15 @@ class OverlappedOptimizers(Stepper):
 
     def finish(self, gradients: GradientWatch) -> None:
         """Clean up after a backward pass that has stepped."""
-        self.parts.finish()
-        for optimizer, groups in zip(self._optimizers, self.parts.options_set, strict=True):
-            read, now = self._read[optimizer][0], options_of(optimizer) if groups else []
-            for number, names in groups.items():
-                read[number].update({name: now[number][name] for name in names})
-        stepped = {one: StepInputs(one, *self._read[one]) for one in self._optimizers}
-        self._read = {}  # so that a replaced state is freed
+        stepped, self._inputs = self._inputs, {}
+        for (optimizer, inputs), options_set in zip(stepped.items(), self.parts.finish(), strict=True):
+            inputs.record(optimizer, options_set)
+            mark_stepped(optimizer)
         self.calls.finish(stepped)
         gradients.take_as_used(
             [parameter for inputs in stepped.values() for parameter in inputs.parameters],
             [mark for inputs in stepped.values() for mark in inputs.marks],
         )
-        for optimizer in self._optimizers:
-            mark_stepped(optimizer)
 
     def _require_no_pre_hooks(self) -> None:
         for optimizer in self._optimizers:

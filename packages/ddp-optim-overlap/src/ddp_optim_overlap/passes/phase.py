@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
 from enum import Enum
 
 from ddp_optim_overlap.errors import CommunicationError, ConfigError, OverlapError
 from ddp_optim_overlap.report import StepReport
 from dist_utils import OrderedWorker
 from dist_utils.process_groups import same_error
-
-__all__ = ["OverlapState", "Phase"]
 
 
 class Phase(Enum):
@@ -21,7 +17,6 @@ class Phase(Enum):
     IDLE = "no pass has stepped since the loop's last step()"
     RUNNING = "a backward pass hands over buckets, which are stepped"
     STEPPED = "a backward pass has stepped; the loop's step() is still to come"
-    CLOSURE = "as STEPPED, and step(closure) runs its closure"
     FAILED = "there was an error; it is raised again until remove()"
     REMOVED = "remove() was called: buckets are only averaged"
 
@@ -29,9 +24,7 @@ class Phase(Enum):
 _TRANSITIONS = {
     "begin": ({Phase.IDLE, Phase.STEPPED}, Phase.RUNNING),
     "finish": ({Phase.RUNNING}, Phase.STEPPED),
-    "enter closure": ({Phase.STEPPED}, Phase.CLOSURE),
-    "leave closure": ({Phase.CLOSURE}, Phase.STEPPED),
-    "settle": ({Phase.STEPPED, Phase.CLOSURE}, Phase.IDLE),
+    "settle": ({Phase.STEPPED}, Phase.IDLE),
 }
 """For each event, the phases in which it may happen, and the phase that it leads to."""
 
@@ -46,11 +39,11 @@ class OverlapState:
         worker: Its error counts, too: that of a job or of a peer.
 
     Attributes:
-        report: Returns what the newest pass that steps has stepped so far.
+        report: What the newest pass that steps has stepped, once it has ended or failed.
     """
 
     def __init__(self, worker: OrderedWorker) -> None:
-        self.report: Callable[[], StepReport] = StepReport
+        self.report = StepReport()
         self._phase = Phase.IDLE
         self._worker: OrderedWorker | None = worker
         self._error: OverlapError | None = None
@@ -63,24 +56,9 @@ class OverlapState:
             return Phase.FAILED
         return self._phase
 
-    def begin(self, report: Callable[[], StepReport]) -> None:
-        """A pass that steps begins.
-
-        Args:
-            report: Returns what it has stepped so far.
-
-        Raises:
-            ConfigError: It began in a closure although the last pass has stepped.
-            OverlapError: The first error.
-        """
-        if self._phase is Phase.CLOSURE:
-            raise ConfigError(
-                "backward() has stepped before step(closure), and the closure's backward() would step again: "
-                "let the closure call the only backward(), or call handle.pause() around the other one"
-            )
-        self.raise_error()
+    def begin(self) -> None:
+        """A pass that steps begins, after :meth:`raise_error`."""
         self._move("begin")
-        self.report = report
 
     def finish(self) -> None:
         """The running pass has stepped all of its buckets; an error of a peer does not undo that."""
@@ -91,35 +69,28 @@ class OverlapState:
         if self._phase is not Phase.REMOVED:
             self._move("settle")
 
-    @contextlib.contextmanager
-    def closure(self) -> Iterator[None]:
-        """The closure of ``step(closure)`` runs after a pass that has stepped: no pass may begin in it."""
-        self._move("enter closure")
-        try:
-            yield
-        finally:
-            if self._phase is Phase.CLOSURE:
-                self._move("leave closure")
-
     def remove(self) -> None:
         """Only average from now on. What failed before is no longer raised."""
         self._phase, self._error, self._worker = Phase.REMOVED, None, None
 
-    def fail(self, error: OverlapError, cause: BaseException | None = None) -> OverlapError:
-        """Return the first error, to be raised: this one, unless there was one before."""
+    def fail(self, error: OverlapError) -> OverlapError:
+        """Keep an error as the first one, unless there was one before; return the first, to be raised.
+
+        The peers hear of it without a wait for any of them: the worker's private group ends.
+        """
         with self._keeping:
             first = self._first_error()
             if first is None:
-                if cause is not None:
-                    error.__cause__ = cause
-                first = self._error = _copied(error)
-        return _copied(first)
+                first = self._error = _copy_of(error)
+        if self._worker is not None:
+            self._worker.fail(first)
+        return _copy_of(first)
 
     def raise_error(self) -> None:
         """Raise the first error, if there was one."""
         error = self._first_error()
         if error is not None and self._phase is not Phase.REMOVED:
-            raise _copied(error)
+            raise _copy_of(error)
 
     def _move(self, event: str) -> None:
         allowed, after = _TRANSITIONS[event]
@@ -130,12 +101,12 @@ class OverlapState:
     def _first_error(self) -> OverlapError | None:
         error = self._error or (None if self._worker is None else self._worker.error)
         if error is not None and not isinstance(error, OverlapError):
-            self._error = CommunicationError(str(error), self.report())
+            self._error = CommunicationError(str(error), self.report)
             self._error.__cause__ = error
             return self._error
         return error
 
 
-def _copied(error: OverlapError) -> OverlapError:
+def _copy_of(error: OverlapError) -> OverlapError:
     copied = same_error(error)
     return copied if isinstance(copied, OverlapError) else error

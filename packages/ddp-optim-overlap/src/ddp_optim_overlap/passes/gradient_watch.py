@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch.autograd.graph import Node
 
 from ddp_optim_overlap.errors import DoubleBackwardError
 from dist_utils.torch_compat import private
-
-__all__ = ["GradientMark", "GradientWatch", "gradient_marks", "is_capturing", "tensor_versions"]
 
 GradientMark = tuple[int, int] | None
 """The version of a gradient and its address, 0 if it is sparse; ``None`` without a gradient."""
@@ -29,14 +26,20 @@ class GradientWatch:
 
     Args:
         parameters: Parameters to watch from the beginning.
+        before: Called with every parameter that got a gradient, before DDP reads the gradient.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], before: Callable[[torch.Tensor], None] | None = None
+    ) -> None:
+        self._before = before
         self._positions: dict[torch.Tensor, int] = {}
-        self._arrivals = _Arrivals()
+        # Flags by position, which hooks set.
+        self._came, self._came_since_step = bytearray(), bytearray()
         self._used: tuple[Sequence[torch.Tensor], Sequence[GradientMark]] = ((), ())
         self._marks: dict[torch.Tensor, GradientMark] | None = None
         self._zeroed: bool | None = None  # all used gradients on accelerators; None: not known
+        # A parameter does not keep its node, and with the node the hook would be lost.
         self._hooks: list[tuple[Node, torch.utils.hooks.RemovableHandle]] = []
         self.watch(parameters)
 
@@ -46,58 +49,45 @@ class GradientWatch:
             if parameter in self._positions or not (parameter.is_floating_point() or parameter.is_complex()):
                 continue
             position = self._positions[parameter] = len(self._positions)
-            self._arrivals.came.append(parameter.grad is not None)
-            self._arrivals.came_since_step.append(True)
-            arrives = _arrival_hook(weakref.ref(self), weakref.ref(parameter), self._arrivals, position)
+            self._came.append(parameter.grad is not None)
+            self._came_since_step.append(True)
             trained = parameter.requires_grad
             parameter.requires_grad_()  # a frozen one has no node, but keeps its node when it has one
             node = torch.autograd.graph.get_gradient_edge(parameter).node
             parameter.requires_grad_(trained)
-            # The parameter does not keep its node, and with the node the hook would be lost.
-            self._hooks.append((node, node.register_prehook(arrives)))
-
-    def __del__(self) -> None:
-        self.stop()
-
-    def tell(self, told: Callable[[torch.Tensor], None]) -> None:
-        """Call ``told`` with every parameter that got a gradient, before DDP reads the gradient."""
-        self._arrivals.told = told
-
-    def watches(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether all of these parameters are watched."""
-        return all(parameter in self._positions for parameter in parameters)
+            self._hooks.append((node, node.register_prehook(self._hook(parameter, position))))
 
     def stop(self) -> None:
         """Stop watching."""
         while self._hooks:
             self._hooks.pop()[1].remove()
-        self._positions, self._arrivals = {}, _Arrivals()
+        self._positions, self._came, self._came_since_step = {}, bytearray(), bytearray()
         self.forget_used()
 
     @property
     def none_since_step(self) -> bool:
         """Whether a pass has stepped, and no gradient has come since."""
-        came = self._arrivals.came_since_step
+        came = self._came_since_step
         return bool(came) and 1 not in came
 
     def some_used_are_left(self) -> bool:
         """Whether a gradient that the last step has used is still there, and no other one has come for it."""
-        came = self._arrivals.came_since_step
         return any(
-            not came[position] and self._is_used_up(parameter)
+            not self._came_since_step[position] and self._is_used_up(parameter)
             for parameter, position in self._positions.items()
         )
 
     def take_as_used(self, parameters: Sequence[torch.Tensor], marks: Sequence[GradientMark]) -> None:
         """Count the gradients of these parameters, with these marks, and no others, as used by a step."""
-        self._used, self._marks, self._zeroed = (parameters, marks), None, None
-        self._arrivals.came_since_step[:] = bytes(len(self._positions))
+        self.forget_used()
+        self._used = parameters, marks
+        self._came_since_step[:] = bytes(len(self._positions))
 
     def take_as_new(self, parameters: Iterable[torch.Tensor]) -> None:
         """Count the gradients of these parameters, which DDP is about to write, as not used."""
         for parameter in parameters:
             if (position := self._positions.get(parameter)) is not None:
-                self._arrivals.came_since_step[position] = True
+                self._came_since_step[position] = True
 
     def forget_used(self) -> None:
         """Count no gradient as used."""
@@ -106,11 +96,38 @@ class GradientWatch:
     def has_come(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter got a gradient since :meth:`forget_arrivals`, and still has it."""
         position = self._positions.get(parameter)
-        return position is not None and bool(self._arrivals.came[position]) and parameter.grad is not None
+        return position is not None and bool(self._came[position]) and parameter.grad is not None
 
     def forget_arrivals(self) -> None:
         """Reset the flags of :meth:`has_come`: a pass has handed over all its gradients."""
-        self._arrivals.came[:] = bytes(len(self._arrivals.came))
+        self._came[:] = bytes(len(self._came))
+
+    def _hook(
+        self, parameter: torch.Tensor, position: int
+    ) -> Callable[[Sequence[torch.Tensor | None]], None]:
+        """Return a hook that runs before a gradient is added to ``.grad``, and does not keep the watch alive.
+
+        ``torch.autograd.grad`` adds nothing, and does not run it.
+        """
+        weak_self, before = weakref.ref(self), self._before
+        came, came_since_step = self._came, self._came_since_step
+
+        def arrive(gradients: Sequence[torch.Tensor | None]) -> None:
+            if gradients[0] is None:
+                return
+            if not came_since_step[position]:
+                watch = weak_self()
+                if watch is not None and watch._is_used_up(parameter):  # noqa: SLF001
+                    raise DoubleBackwardError(
+                        "backward() adds to gradients that a step has already used: call zero_grad() of the "
+                        "model after each step (an optimizer's does not reach parameters that have left it), "
+                        "and accumulate with no_sync()"
+                    )
+            if before is not None:
+                before(parameter)
+            came[position] = came_since_step[position] = True
+
+        return arrive
 
     def _is_used_up(self, parameter: torch.Tensor) -> bool:
         """Whether ``parameter.grad`` was used by a step, was changed or not since, and is not zero."""
@@ -127,23 +144,23 @@ class GradientWatch:
                 return False
             # zero_grad() of an optimizer with foreach or fused raises no versions here.
             if self._zeroed is None:
-                self._zeroed = self._are_zero()
+                self._zeroed = self._are_zero(self._marks)
             if self._zeroed:
                 return False
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         return bool(values.count_nonzero())  # ten times as fast as any()
 
-    def _are_zero(self) -> bool:
+    @staticmethod
+    def _are_zero(marks: dict[torch.Tensor, GradientMark]) -> bool:
         """Whether all used gradients on accelerators that look unwritten are zeros.
 
         The host waits once instead of once per parameter, in a loop that sets gradients to zero.
         """
         if is_capturing():
             return True  # nothing can be read, so they count as zeros
-        assert self._marks is not None
         unwritten = [
             gradient
-            for parameter, mark in self._marks.items()
+            for parameter, mark in marks.items()
             if (gradient := parameter.grad) is not None
             and not (gradient.is_cpu or gradient.is_sparse)
             and gradient_marks([parameter]) == [mark]
@@ -180,43 +197,3 @@ def _version_reader() -> Callable[[torch.Tensor], int]:
         torch.Tensor, "_version", "noticing writes in place"
     ).__get__
     return read
-
-
-@dataclass
-class _Arrivals:
-    """What the hooks of all parameters write: flags by position."""
-
-    came: bytearray = field(default_factory=bytearray)
-    came_since_step: bytearray = field(default_factory=bytearray)
-    told: Callable[[torch.Tensor], None] | None = None
-
-
-def _arrival_hook(
-    watch: weakref.ref[GradientWatch],
-    weak_parameter: weakref.ref[torch.Tensor],
-    arrivals: _Arrivals,
-    position: int,
-) -> Callable[[Sequence[torch.Tensor | None]], None]:
-    """Return a hook that runs before a gradient is added to ``.grad``, and keeps nothing alive.
-
-    ``torch.autograd.grad`` adds nothing, and does not run it.
-    """
-
-    def arrives(gradients: Sequence[torch.Tensor | None]) -> None:
-        if gradients[0] is None:
-            return
-        if not arrivals.came_since_step[position] or arrivals.told is not None:
-            parameter, owner = weak_parameter(), watch()
-            if parameter is None or owner is None:
-                return
-            if not arrivals.came_since_step[position] and owner._is_used_up(parameter):  # noqa: SLF001
-                raise DoubleBackwardError(
-                    "backward() adds to gradients that a step has already used: call zero_grad() of the "
-                    "model after each step (an optimizer's does not reach parameters that have left it), "
-                    "and accumulate with no_sync()"
-                )
-            if arrivals.told is not None:
-                arrivals.told(parameter)
-        arrivals.came[position] = arrivals.came_since_step[position] = True
-
-    return arrives

@@ -1,0 +1,315 @@
+"""Free the gradients of a bucket as soon as it is stepped, until the next pass needs the memory."""
+
+from __future__ import annotations
+
+import abc
+import ctypes
+import mmap
+import os
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_optim_overlap.errors import ConfigError
+from ddp_optim_overlap.model import averaged_parameters, may_leave_out
+from ddp_optim_overlap.optimizers.partial_steps import PartialSteps
+from ddp_optim_overlap.passes.bucket import BucketGradients
+from dist_utils.process_groups import record_use
+from dist_utils.torch_compat import default_group_timeout, group_timeout
+
+_IN_FLIGHT = 2
+"""Buckets that may be averaged or stepped while backward() continues. With the bucket that fills up and the
+gradient that is copied into it, four exist at a time; with 3 here, five. Gloo averages two at a time."""
+
+_PART_BYTES = 2**25
+"""Part of a bucket to step at once. DDP's buckets have 25 MiB, but its first pass has one large bucket."""
+
+
+class BucketMemory(abc.ABC):
+    """A way to free the memory of buckets.
+
+    Attributes:
+        stays_readable: Whether DDP may read and write a bucket whose memory was freed.
+    """
+
+    stays_readable = True
+
+    def give_back_part(self, views: Sequence[torch.Tensor]) -> None:  # noqa: B027 - optional
+        """Free the memory that only these neighboring gradients of a bucket occupy."""
+
+    @abc.abstractmethod
+    def give_back(
+        self, gradients: BucketGradients, *, alone: bool
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Free a whole bucket, once nobody reads its gradients any more.
+
+        Args:
+            gradients: The gradients of a dense bucket.
+            alone: Whether the backward pass has no other bucket.
+
+        Returns:
+            The tensor that DDP may take for the average, and the gradients in it. If these are the ``.grad``
+            of the parameters, DDP copies nothing at the end of the backward pass.
+        """
+
+    def restore(self, parameter: torch.Tensor | None = None) -> None:  # noqa: B027 - optional
+        """Allocate a parameter's bucket again (``None``: all buckets); its contents are undefined."""
+
+
+class PageMemory(BucketMemory):
+    """Returns whole pages to the system, which supplies zeros when they are used next.
+
+    The tensor keeps its addresses, so nothing has to be restored.
+    """
+
+    @staticmethod
+    def works() -> bool:
+        """Whether the system takes pages back. Linux does, unless the process has locked its memory."""
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return False
+        with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as page:
+            page[0] = 1
+            try:
+                page.madvise(mmap.MADV_DONTNEED)
+            except OSError:
+                return False
+            return page[0] == 0
+
+    def give_back_part(self, views: Sequence[torch.Tensor]) -> None:
+        """Free the pages that lie wholly inside these gradients."""
+        begin = min(view.data_ptr() for view in views)
+        end = max(view.data_ptr() + view.nbytes for view in views)
+        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = end // mmap.PAGESIZE * mmap.PAGESIZE
+        if first >= last:
+            return
+        libc = ctypes.CDLL(None, use_errno=True)
+        address, size = ctypes.c_void_p(first), ctypes.c_size_t(last - first)
+        if libc.madvise(address, size, mmap.MADV_DONTNEED) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def give_back(
+        self, gradients: BucketGradients, *, alone: bool
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Free the pages that lie wholly inside the bucket."""
+        del alone
+        self.give_back_part([gradients.buffer])
+        return gradients.buffer, gradients.views
+
+
+class StorageMemory(BucketMemory):
+    """Frees a bucket's storage and allocates it again.
+
+    DDP must not touch a bucket in between. Meanwhile DDP takes a scratch tensor for the average, which it
+    never reads; all buckets on a device share its memory.
+    """
+
+    stays_readable = False
+
+    def __init__(self) -> None:
+        # DDP owns its buckets, and may replace them.
+        self._given: dict[torch.Tensor, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._scratch: dict[torch.device, torch.UntypedStorage] = {}
+
+    def give_back(
+        self, gradients: BucketGradients, *, alone: bool
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Free the bucket once the current stream has reached this point."""
+        buffer, size = gradients.buffer, gradients.buffer.untyped_storage().nbytes()
+        if alone:  # before DDP has rebuilt its buckets, say: the scratch would be just as large
+            return buffer, gradients.views
+        scratch = self._scratch.get(buffer.device)
+        if scratch is None or scratch.nbytes() < size:
+            scratch = torch.empty(size, dtype=torch.uint8, device=buffer.device).untyped_storage()
+            self._scratch[buffer.device] = scratch
+        record_use(buffer)
+        for parameter in gradients.parameters:
+            self._given[parameter] = weakref.ref(buffer), size
+        instead, *views = (_same_place(one, scratch) for one in (buffer, *gradients.views))
+        buffer.untyped_storage().resize_(0)
+        return instead, views
+
+    def restore(self, parameter: torch.Tensor | None = None) -> None:
+        """Allocate the storage again."""
+        if parameter is None:
+            self._scratch.clear()
+        for one in [parameter] if parameter is not None else list(self._given):
+            given = self._given.pop(one, None)
+            buffer = None if given is None else given[0]()
+            if given is not None and buffer is not None and not buffer.untyped_storage().nbytes():
+                buffer.untyped_storage().resize_(given[1])
+
+
+def _same_place(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return a tensor with the same layout in another storage."""
+    other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return other.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+class GradientRelease:
+    """Frees the gradients of all buckets, pass by pass.
+
+    Args:
+        ddp: The model, which is not kept alive. The timeout of its group limits every wait.
+        parts: Has the parameters that are stepped.
+
+    Attributes:
+        memory: How memory is freed.
+
+    Raises:
+        ConfigError: Gradients would be lost, or DDP would touch freed memory.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, parts: PartialSteps) -> None:
+        on_host = all(parameter.device.type == "cpu" for parameter in ddp.parameters())
+        self.memory: BucketMemory = PageMemory() if on_host and PageMemory.works() else StorageMemory()
+        self._process_group = ddp.process_group
+        self._model = weakref.ref(ddp)
+        self._parts = parts
+        self._limited = True
+        if ddp.gradient_as_bucket_view and not self.memory.stays_readable:
+            raise ConfigError(
+                "release_gradients=True needs gradient_as_bucket_view=False on this device: gradients in a "
+                "bucket would lose their memory with it. What that option saves, they save anyway"
+            )
+        self.require_possible(averaged_parameters(ddp))
+
+    def require_possible(self, averaged: Collection[torch.Tensor]) -> None:
+        """Raise if the gradients of a backward pass that begins cannot be freed.
+
+        Args:
+            averaged: The parameters that have been in a bucket before.
+
+        Raises:
+            ConfigError: Gradients would be lost, or DDP would touch freed memory.
+        """
+        if not self.memory.stays_readable and may_leave_out(self._model()):
+            raise ConfigError(
+                "release_gradients=True is not for find_unused_parameters=True or static_graph=True on this "
+                "device: DDP would write zeros into a bucket whose memory is given back. Leave one of them "
+                "out"
+            )
+        owned = self._parts.parameters
+        for parameter in averaged:
+            if parameter.requires_grad and parameter not in owned:
+                raise ConfigError(
+                    "release_gradients=True takes all gradients away, and no overlapped optimizer has the "
+                    f"parameter of shape {tuple(parameter.shape)}: give its optimizer to overlap_optimizer "
+                    "too, freeze it, or leave release_gradients out"
+                )
+
+    def wait_for(self, places: threading.Semaphore, device: torch.device) -> None:
+        """Wait until there is room for another bucket. After a wait that timed out, return at once."""
+        timeout = group_timeout(self._process_group, device) or default_group_timeout()
+        if self._limited and not places.acquire(timeout=timeout.total_seconds()):
+            # A slower average would fail anyway, and DDP would wait forever if the hook got no more buckets.
+            self._limited = False
+            warnings.warn(
+                f"a bucket was not averaged within {timeout}: the communication hook seems to wait for later "
+                "ones, so that release_gradients=True saves little. backward() no longer waits for it",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+class ReleasedPass:
+    """Takes away the gradients of a bucket after its step, and frees the bucket's memory.
+
+    Until ``backward()`` ends, ``.grad`` is the bucket's own memory, freed or not: DDP finds the averages
+    where it would copy them to, so it copies nothing.
+
+    Args:
+        release: How to free memory.
+    """
+
+    def __init__(self, release: GradientRelease) -> None:
+        self._release = release
+        self._places = threading.Semaphore(_IN_FLIGHT)
+        self._events: deque[Any] = deque()
+        self._parameters: list[torch.Tensor] = []
+        """Parameters whose gradients are removed at the end of the pass."""
+        self._only_bucket = False
+        """Whether there is only one bucket, for example before DDP has rebuilt them."""
+        self._over = False
+        """Whether the pass has ended, with or without an error."""
+
+    def begin(self, gradients: BucketGradients, used: Sequence[bool], *, last: bool) -> None:
+        """Drop the gradients that DDP has copied into a bucket; other gradients may still be needed.
+
+        Args:
+            gradients: The bucket.
+            used: Which of its parameters got a gradient on this rank.
+            last: Whether it is the last bucket of the pass.
+        """
+        self._only_bucket = last and not self._parameters
+        self._parameters += gradients.parameters
+        if not gradients.buffer.is_sparse:
+            for parameter, view, is_used in zip(gradients.parameters, gradients.views, used, strict=True):
+                if is_used:
+                    parameter.grad = view
+
+    def limit_backward(self, done: torch.futures.Future[Any], device: torch.device) -> None:
+        """Let ``backward()`` go on once few enough buckets are in progress.
+
+        Args:
+            done: Completes when the bucket that was just handed over is stepped or has failed.
+            device: The device of the bucket.
+        """
+        places = self._places
+        if done.done():  # on an accelerator a callback would take a stream
+            places.release()
+        else:
+            done.add_done_callback(lambda _: places.release())
+        self._release.wait_for(places, device)
+        while len(self._events) > _IN_FLIGHT:
+            self._events.popleft().synchronize()
+
+    def parts(self, gradients: BucketGradients) -> Iterator[list[torch.Tensor]]:
+        """Yield a bucket's parameters in parts, to be stepped one by one; frees each part after its step.
+
+        New optimizer states of a part are allocated after the gradients of earlier parts are freed.
+        """
+        parameters, views = gradients.parameters, gradients.views
+        begin = size = 0
+        for place, view in enumerate(views):
+            size += 0 if view.is_sparse else view.nbytes
+            if size >= _PART_BYTES or place == len(views) - 1:
+                yield parameters[begin : place + 1]
+                if not gradients.buffer.is_sparse and place < len(views) - 1:
+                    self._release.memory.give_back_part(views[begin : place + 1])
+                begin, size = place + 1, 0
+
+    def give_back(self, gradients: BucketGradients, averaged: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Free the memory of a bucket that was stepped.
+
+        Args:
+            gradients: The bucket.
+            averaged: The gradients of the step; they differ from the bucket's where no rank used a parameter.
+
+        Returns:
+            The tensor that DDP is to take for the average.
+        """
+        if gradients.buffer.is_sparse:
+            return gradients.buffer
+        value, views = self._release.memory.give_back(gradients, alone=self._only_bucket)
+        for parameter, view, used, instead in zip(
+            gradients.parameters, gradients.views, averaged, views, strict=True
+        ):
+            if used is view:
+                parameter.grad = None if self._over else instead
+        if value.device.type != "cpu":
+            stream = torch.get_device_module(value.device).current_stream(value.device)
+            self._events.append(stream.record_event())
+        return value
+
+    def end(self) -> None:
+        """End the pass, with or without an error, when nothing steps: remove all its buckets' gradients."""
+        self._over = True
+        for parameter in self._parameters:
+            parameter.grad = None
