@@ -95,26 +95,6 @@ def test_the_hook_of_the_page_passes_its_own_test(tmp_path):
     assert "2 passed" in done.stdout, done.stdout
 
 
-def _run_the_page_of_resuming(folder, steps, ranks=2):
-    """Run the program up to a step, from its last checkpoint; return what each rank has printed."""
-    folder.mkdir(exist_ok=True)
-    (program,) = snippets(DOCS / "resume.md")
-    (folder / "example.py").write_text(program.text)
-    output, _ = run_program(folder / "example.py", ranks=ranks, folder=folder, STEPS=str(steps))
-    return dict(re.findall(r"rank (\d): (-?[\d.]+)", output))
-
-
-def test_a_job_of_the_page_that_ended_goes_on_with_the_same_bits_or_with_more_ranks(tmp_path):
-    _run_the_page_of_resuming(tmp_path / "interrupted", 6)
-    resumed = _run_the_page_of_resuming(tmp_path / "interrupted", 12)
-    assert sorted(resumed) == ["0", "1"]
-    assert len(set(resumed.values())) == 1
-    assert resumed == _run_the_page_of_resuming(tmp_path / "through", 12)
-    more_ranks = _run_the_page_of_resuming(tmp_path / "interrupted", 15, ranks=3)
-    assert sorted(more_ranks) == ["0", "1", "2"]
-    assert len(set(more_ranks.values())) == 1
-
-
 def _run_the_page_of_fsdp2(_):
     names = run(snippets(DOCS / "fsdp2.md"))
     trained = [parameter.to_local() for parameter in names["model"].parameters()]
