@@ -61,11 +61,12 @@ def nodes_and_shards(shards=2):
     )
 
 
-def sharded(mesh, *, twice=False, **options):
-    """Return the model, sharded by layers over a mesh."""
+def sharded(mesh, *, twice=False, cut=(), **options):
+    """Return the model, sharded by layers over a mesh; ``cut`` has layers that the root takes."""
     net = Net(twice=twice)
-    for layer in net.layers:
-        fsdp.fully_shard(layer, mesh=mesh, **options)
+    for index, layer in enumerate(net.layers):
+        if index not in cut:
+            fsdp.fully_shard(layer, mesh=mesh, **options)
     return fsdp.fully_shard(net, mesh=mesh, **options)
 
 

@@ -27,6 +27,7 @@ from ddp_optim_overlap.passes.stepper import Stepper
 from ddp_optim_overlap.passes.weight_reuse import WeightWatch
 from ddp_optim_overlap.report import StepReport
 from dist_utils import OrderedWorker
+from dist_utils.process_groups import same_error
 from dist_utils.torch_compat import profiler_range
 
 NAME = "ddp-optim-overlap"
@@ -92,7 +93,7 @@ class BackwardPass:
 
     def __init__(self, kind: PassKind, state: OverlapState, stepper: Stepper, number: int = 0) -> None:
         self.kind, self.number = kind, number
-        self.failure: OverlapError | None = None
+        self.failure: Exception | None = None
         self.stage = PassStage.BEGUN
         self.tasks: dict[int, Callable[[], object]] = {}
         self.buckets = 0
@@ -141,7 +142,7 @@ class BackwardPass:
     def announce(self, worker: OrderedWorker) -> None:
         """Let the worker step the buckets that wait for others, unless it has taken them already."""
         count = len(self._queue)
-        if max(self._announced, self._taken) == count:
+        if max(self._announced, self._taken) >= count:  # all, or the pass has ended and has no queue
             return
         self._announced = count
         name = f"{NAME}:bucket_{self._queue[-1].index}"
@@ -158,7 +159,8 @@ class BackwardPass:
             if self.number:
                 report = self._state.report = self.report()
                 error = error.with_report(report)
-            self.failure = failure = self._state.fail(error)
+            failure = self._state.fail(error)
+            self.failure = same_error(failure)  # never raised itself: frames would keep the model
         for bucket in self._queue[self._announced :]:
             bucket.end(failure)
         return failure

@@ -64,7 +64,7 @@ class Bucket:
         """
         self.used = used
         if not runs_on_host(group, self.gradients.buffer.device):
-            self._start_sharing(used, group)
+            self._used_anywhere = self._start_sharing(used, group)
 
     def await_used(self, group: dist.ProcessGroup) -> None:
         """Wait until it is known which parameters any rank has used."""
@@ -80,8 +80,7 @@ class Bucket:
 
     def _start_sharing(self, used: list[bool], group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
         anywhere = numbers_on(self.gradients.buffer.device, used)
-        self._used_anywhere = anywhere, start_all_reduce(anywhere, group, dist.ReduceOp.MAX)
-        return self._used_anywhere
+        return anywhere, start_all_reduce(anywhere, group, dist.ReduceOp.MAX)
 
     def averages(self) -> Sequence[torch.Tensor | None]:
         """Return what each parameter is stepped with."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 _MOST_CAUSES = 20
 """The most errors of a chain that are copied; the text has all."""
+# Python's own attributes: a user's class may hide them behind its own, which raise.
+_CAUSE, _CONTEXT = (vars(BaseException)[name] for name in ("__cause__", "__context__"))
 
 
 class OriginalTraceback(Exception):  # noqa: N818 - the cause of an error, not an error to catch
@@ -47,11 +49,11 @@ def same_error(error: BaseException) -> Exception:
     ``RuntimeError`` that shows it. Raises nothing, whatever the error's own methods do.
     """
     lines = _text_or_type(error, lambda: "".join(traceback.format_exception(error)))
-    copies = [_copy(one) for one in itertools.islice(_chain(error), _MOST_CAUSES)]
+    copies = [_copy(one) for one in _chain(error)]
     if not isinstance(copies[-1], OriginalTraceback):
         copies.append(OriginalTraceback(lines))
     for effect, cause in itertools.pairwise(copies):
-        effect.__cause__ = cause
+        _CAUSE.__set__(effect, cause)
     return copies[0]
 
 
@@ -65,7 +67,7 @@ def drop_frames(error: BaseException) -> None:
             seen.add(id(one))
             traceback.clear_frames(one.__traceback__)
             BaseException.with_traceback(one, None)
-            errors += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+            errors += [_CAUSE.__get__(one), _CONTEXT.__get__(one), *getattr(one, "exceptions", ())]
 
 
 def error_text(error: BaseException) -> str:
@@ -73,11 +75,14 @@ def error_text(error: BaseException) -> str:
     return _text_or_type(error, lambda: f"{type(error).__name__}: {error}")
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes, without end if they are a cycle."""
-    while error is not None:
-        yield error
-        error = error.__cause__
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return an error and its causes, each once, and not too many: they may be a cycle."""
+    chain: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None and len(chain) < _MOST_CAUSES and all(one is not other for other in chain):
+        chain.append(one)
+        one = _CAUSE.__get__(one)
+    return chain
 
 
 def _copy(error: BaseException) -> Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import multiprocessing
 import os
@@ -137,7 +138,8 @@ def run_ranks(
             connection, theirs = context.Pipe()
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             process = context.Process(
-                target=run_rank, args=(theirs, files, own, backend, group_timeout, fn, args)
+                target=run_rank,
+                args=(theirs, files, _pipe_of_this_process()[0], own, backend, group_timeout, fn, args),
             )
             process.start()
             theirs.close()
@@ -245,6 +247,14 @@ def _check(world_size: int, backend: str | None, timeout: float, group_timeout: 
             raise ValueError(f"{name} must be positive and finite, got {value}")
     if backend == "nccl" and not nccl_can_run(world_size):
         raise ValueError(f"nccl needs a GPU per rank: {world_size} ranks, {torch.cuda.device_count()} GPUs")
+
+
+@functools.cache
+def _pipe_of_this_process() -> tuple[Connection, Connection]:
+    """Return both ends of a pipe that nobody else has open for writing: it ends when this process does."""
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    os.register_at_fork(after_in_child=writer.close)  # the child may outlive this process
+    return reader, writer
 
 
 def _wait(ranks: Sequence[_Rank], stage: Stage, began: float, timeout: float, stacks: IO[str]) -> None:

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import enum
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import signal
@@ -50,6 +49,7 @@ _connection: Connection | None = None
 def run_rank(
     connection: Connection,
     files: Sequence[Connection],
+    alive: Connection,
     environment: dict[str, str],
     backend: str | None,
     group_timeout: float,
@@ -61,6 +61,7 @@ def run_rank(
     Args:
         connection: For reports, and for the answers to those of the first two stages.
         files: Where standard output and error go, and where the stack is written at SIGUSR1.
+        alive: The reader of a pipe that ends when the caller does.
         environment: All of it, the rank included.
         backend: As for :func:`run_ranks`; so are the rest.
         group_timeout: Seconds.
@@ -73,7 +74,7 @@ def run_rank(
     for descriptor, output in enumerate(outputs, 1):
         os.dup2(output.fileno(), descriptor)
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno())
-    _end_with_caller()
+    _end_with(alive)
     os.environ.clear()  # that of the server's start
     os.environ.update(environment)
     rank = int(environment["RANK"])
@@ -126,21 +127,20 @@ def _meet(connection: Connection, stage: Stage, content: bytes | None = None) ->
     connection.recv()
 
 
-def _end_with_caller() -> None:
-    """Have the system kill this process when its caller's ends.
+def _end_with(alive: Connection) -> None:
+    """Have the system kill this process at the end of a pipe into which nothing is ever written.
 
     It needs no thread, so it also ends a process that hangs with the GIL, or that is stopped. Does nothing
     except on Linux: ``F_SETSIG``, which chooses the signal, exists only there.
     """
     if sys.platform != "linux":
         return
-    caller = multiprocessing.parent_process()
-    assert caller is not None  # multiprocessing has started this process
-    pipe = caller.sentinel  # into which nothing is ever written, and which ends with the caller
+    # Opened anew and never closed: signal and owner belong to the open file, which all ranks would share.
+    pipe = os.open(f"/proc/self/fd/{alive.fileno()}", os.O_RDONLY | os.O_NONBLOCK)
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
-    if not caller.is_alive():  # it ended before the line above
+    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
+    if alive.poll():  # it ended before the line above
         os.kill(os.getpid(), signal.SIGKILL)
 
 
