@@ -225,22 +225,25 @@ def check_asked_in_the_middle(name, where, nested, released, *, overlapped):
 
 
 class CheckpointInside(torch.nn.Module):
-    """Buckets come before, in and after the nested backward pass of a checkpoint."""
+    """Buckets come before, in and, unless ``before`` is frozen, after the nested pass of a checkpoint."""
 
-    def __init__(self):
+    def __init__(self, *, frozen):
         super().__init__()
         torch.manual_seed(0)
         self.before, self.inner, self.after = (torch.nn.Linear(64, 64) for _ in range(3))
+        self.before.requires_grad_(not frozen)
 
     def forward(self, x):
-        return self.after(checkpoint(self.inner, self.before(x.flatten(1)[:, :64]), use_reentrant=True))
+        first = self.before(x.flatten(1)[:, :64]).requires_grad_()
+        return self.after(checkpoint(self.inner, first, use_reentrant=True))
 
 
-@cases({"kept": (False,), "released": (True,)})
+@cases({"kept": (False, False), "released": (True, False), "nothing trained before": (False, True)})
 @as_ordinary
-def check_a_nested_pass_between_buckets(released, *, overlapped):
+def check_a_nested_pass_between_buckets(released, frozen, *, overlapped):
     options = {"release_gradients": released}
-    ddp, optimizer, handle = start(overlapped=overlapped, net=CheckpointInside(), options=options)
+    net = CheckpointInside(frozen=frozen)
+    ddp, optimizer, handle = start(overlapped=overlapped, net=net, options=options)
     found = train_on(ddp, optimizer, batches(4))
     if handle is not None:
         assert_stepped(handle)

@@ -73,6 +73,28 @@ class _SilentError(Exception):
     __repr__ = __str__
 
 
+class _OwnCause(Exception):
+    """Its cause is an attribute of its own."""
+
+    __cause__ = 5
+
+
+class _HiddenCause(Exception):
+    """Reading its cause raises."""
+
+    def __getattribute__(self, name):
+        if name == "__cause__":
+            raise RuntimeError(name)
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("kind", [_OwnCause, _HiddenCause])
+def test_an_attribute_for_the_cause_is_left_alone(kind):
+    copied = same_error(kind("text"))
+    drop_frames(copied)
+    assert (type(copied), str(copied)) == (kind, "text")
+
+
 def test_no_method_of_an_error_gets_in_the_way():
     assert str(same_error(_OddError(1, 2))) == "1 and 2"
     assert str(same_error(KeyboardInterrupt())) == "KeyboardInterrupt()"
