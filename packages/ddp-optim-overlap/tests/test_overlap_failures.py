@@ -287,21 +287,31 @@ def _raises(state, bucket):
     raise ValueError("not today")
 
 
-def _fail_and_go(comm_hook, options):
-    overlap = {"comm_hook": comm_hook, "steps_per_parameter": True}
-    ddp, optimizer, _ = start(momentum_failing, options=overlap, **options)
-    optimizer.victim = ddp.module.conv.weight
-    with pytest.raises(RuntimeError, match="not today"):
+def _refuse():
+    raise ValueError("not today")
+
+
+def _fail_and_go(where, options):
+    overlap = {"comm_hook": _raises if where == "hook" else allreduce_hook, "steps_per_parameter": True}
+    ddp, optimizer, _ = start(momentum_failing, net=CallingNet(), options=overlap, **options)
+    if where == "step":
+        optimizer.victim = ddp.module.conv.weight
+    if where == "model":
+        for batch in batches(2):  # the first pass has one bucket, at its end
+            backward(ddp, batch)
+            optimizer.step()
+        ddp.module.call = _refuse
+    with pytest.raises((RuntimeError, ValueError), match="not today"):
         backward(ddp, batches(1)[0])
-    with pytest.raises(OverlapError, match="not today"):
+    with pytest.raises(OverlapError):
         optimizer.step()
     return weakref.ref(ddp)
 
 
-@cases({"a step": (allreduce_hook, {}), "a hook": (_raises, {"find_unused_parameters": True})})
-def check_models_are_freed_after_an_error(comm_hook, options):
+@cases({"step": ("step", {}), "hook": ("hook", {"find_unused_parameters": True}), "model": ("model", {})})
+def check_models_are_freed_after_an_error(where, options):
     """A kept error must not hold the frames in which it was raised, and with them the model."""
-    gone = _fail_and_go(comm_hook, options)
+    gone = _fail_and_go(where, options)
     deadline = time.monotonic() + patience(10.0)  # the worker's thread may still notify the peers
     while gone() is not None:
         assert time.monotonic() < deadline, gone()
