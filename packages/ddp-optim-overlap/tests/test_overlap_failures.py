@@ -300,6 +300,7 @@ def _fail_and_go(where, options):
         for batch in batches(2):  # the first pass has one bucket, at its end
             backward(ddp, batch)
             optimizer.step()
+            ddp.zero_grad()
         ddp.module.call = _refuse
     with pytest.raises((RuntimeError, ValueError), match="not today"):
         backward(ddp, batches(1)[0])

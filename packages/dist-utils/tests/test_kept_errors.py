@@ -73,13 +73,13 @@ class _SilentError(Exception):
     __repr__ = __str__
 
 
-class _OwnCause(Exception):
+class _OwnCauseError(Exception):
     """Its cause is an attribute of its own."""
 
     __cause__ = 5
 
 
-class _HiddenCause(Exception):
+class _HiddenCauseError(Exception):
     """Reading its cause raises."""
 
     def __getattribute__(self, name):
@@ -88,7 +88,7 @@ class _HiddenCause(Exception):
         return super().__getattribute__(name)
 
 
-@pytest.mark.parametrize("kind", [_OwnCause, _HiddenCause])
+@pytest.mark.parametrize("kind", [_OwnCauseError, _HiddenCauseError])
 def test_an_attribute_for_the_cause_is_left_alone(kind):
     copied = same_error(kind("text"))
     drop_frames(copied)
