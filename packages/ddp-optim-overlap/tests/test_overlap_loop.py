@@ -112,6 +112,17 @@ def check_removed_before_step(*, overlapped):
     return train_on(ddp, optimizer, [third])  # the step that was pending is over
 
 
+def check_overlapped_again_before_step():
+    """A new overlap would take the loop's step() for one that nobody has made yet."""
+    ddp, optimizer, handle = start()
+    backward(ddp, batches(1)[0])
+    handle.remove()
+    with pytest.raises(ConfigError, match=r"call step\(\) for its last pass first"):
+        overlap_optimizer(ddp, optimizer)
+    optimizer.step()
+    overlap_optimizer(ddp, optimizer).remove()
+
+
 @as_ordinary
 def check_hooks_of_all_optimizers(*, overlapped):
     """A post-hook of all optimizers runs once a pass, in the loop's step()."""

@@ -81,9 +81,12 @@ class StepCalls:
 
     @property
     def is_active(self) -> bool:
-        """Whether passes may step: an engine does, or one is still to be made."""
-        engine = None if self._engine is None else self._engine()
-        return self._engine is None or (engine is not None and engine.state.phase is not Phase.REMOVED)
+        """Whether passes may step, or the loop's call for a pass that has stepped is still to come."""
+        if self._engine is None:  # it is still to be made
+            return True
+        engine = self._engine()
+        removed = engine is None or engine.state.phase is Phase.REMOVED
+        return not removed or any(map(self._is_pending, self._optimizers))
 
     def remove(self) -> bool:
         """Restore ``optimizer.step()``, unless the call for a pass that has stepped is still to come.
@@ -325,7 +328,8 @@ def _require_ended(instead: weakref.WeakMethod[Callable[..., Any]], optimizer: t
         if is_active():
             raise ConfigError(
                 f"{type(optimizer).__name__} is overlapped already, and both would step it: remove() the "
-                "earlier overlap first, or give each model an optimizer of its own"
+                "earlier overlap and call step() for its last pass first, or give each model an optimizer of "
+                "its own"
             )
 
 
