@@ -31,8 +31,7 @@ import torch
 import torch.distributed as dist
 from buckets import real_bucket
 from drawing import BLUE, GRAY, GREEN, VERMILION, save, subplots
-from emulated_hosts import interface_bytes
-from harness import Benchmark, Found, in_turns, load, print_times, slowest
+from harness import Benchmark, Found, bytes_on_link, in_turns, load, print_times, slowest
 from machine import describe_tree
 from rank_processes import on_ranks
 
@@ -122,16 +121,12 @@ def count_bytes(rank: int) -> dict[str, dict[str, Any]]:
         if name not in SCATTERS:
             found[name]["relative_error"] = float(f"{(result - exact).norm() / exact.norm():.4g}")
             found[name]["ranks_equal"] = same_on_all_ranks(result)
-        dist.barrier()
-        before = interface_bytes()
-        dist.barrier()
-        for _ in range(CALLS):
+
+        def call(side: Side = side) -> None:
             buffer.copy_(source)
             side()
-        dist.barrier()
-        moved = max(now - then for now, then in zip(interface_bytes(), before, strict=True))
-        found[name]["bytes_a_value"] = moved / CALLS / len(source)
-        dist.barrier()
+
+        found[name]["bytes_a_value"] = bytes_on_link(call, CALLS) / len(source)
     return found
 
 

@@ -45,7 +45,7 @@ from whole_steps.tables import tables
 
 def measure_cell(cell: Cell, options: Namespace) -> Iterator[Found]:
     """Run the jobs of a cell, and yield the results of each."""
-    names = [name for name in ALL if name in options.sides and name != PLAIN]
+    names = [name for name in ALL if name in options.sides]
     try:
         waiting = list(jobs_of(cell, names, options.repeats, options.memory_gib))
     except MemoryError as error:

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from emulated_hosts import EmulationUnavailableError
+from emulated_hosts import EmulationUnavailableError, interface_bytes
 from machine import describe_machine, describe_tree
 
 RESULTS = Path(__file__).parent / "results"
@@ -166,6 +166,24 @@ def in_turns(
                 for part, value in {name: took, **parts}.items():
                     seconds.setdefault(part, []).append(value)
     return seconds
+
+
+def bytes_on_link(run: Callable[[], object], repeats: int) -> float:
+    """Return the bytes of one run on this host's link, in the busier direction, headers included.
+
+    Args:
+        run: Called on every rank.
+        repeats: How many runs are counted together.
+    """
+    dist.barrier()
+    before = interface_bytes()
+    dist.barrier()
+    for _ in range(repeats):
+        run()
+    dist.barrier()
+    moved = max(now - then for now, then in zip(interface_bytes(), before, strict=True))
+    dist.barrier()  # nobody sends more before all have counted
+    return moved / repeats
 
 
 def of_slowest(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
