@@ -26,9 +26,6 @@ from ddp_quant_hooks.options import Options
 from ddp_quant_hooks.statistics import Counter, relative_error, sent_around_ring
 from dist_utils.process_groups import runs_on_host
 
-_MOST_PLANS = 1 << 12
-"""How many plans are kept: of calls whose tensors have another length in every step, not all of them."""
-
 
 class Averager:
     """Plans and averages for one state. Holds no reference to it: jobs keep this alive.

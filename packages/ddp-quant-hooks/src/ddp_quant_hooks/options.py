@@ -49,46 +49,50 @@ class Options:
         return Layout(self.gather, self.block_size, self.rotate and self.gather != "fp16")
 
 
-def checked(**given: Any) -> Options:
-    """Return the options after checking their types and values, with the defaults filled in.
-
-    Args:
-        **given: By the names of ``QuantizedAllreduceState``, all of them.
+def checked(
+    *,
+    bits: Any,
+    block_size: Any,
+    gather: Any,
+    rotate: Any,
+    error_feedback: Any,
+    min_bytes: Any,
+    exact_1d: Any,
+    sample_every: Any,
+    levels: Any,
+    intra_node: Any,
+) -> Options:
+    """Return the options after checking their types and values.
 
     Raises:
         TypeError: An option is of another type.
         ValueError: An option has an unknown value.
     """
-    bits: Any = _whole("bits", given["bits"])
+    bits = _whole("bits", bits)
     if bits not in {8, 4}:
         raise ValueError(f"bits must be 8 or 4, got {bits!r}")
-    few, few_values, feedback = ("int8", 128, "none") if bits == 8 else ("int4", 32, "both")
-    rotate = True if given["rotate"] is None else given["rotate"]
-    for name, value, allowed in (
-        ("exact_1d", given["exact_1d"], "True or False"),
-        ("rotate", rotate, "None, True or False"),
-    ):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be {allowed}, got {value!r}")
-    block_size, min_bytes, levels = given["block_size"], given["min_bytes"], given["levels"]
+    few = "int8" if bits == 8 else "int4"
+    gather = _choice("gather", gather, few, ("int8", "int4", "fp16"))
+    if gather == "int4" and bits != 4:
+        raise ValueError("gather='int4' needs bits=4: averages would be rounded more than values")
+    default_feedback = "none" if bits == 8 else "both"
+    if not isinstance(exact_1d, bool):
+        raise TypeError(f"exact_1d must be True or False, got {exact_1d!r}")
+    block_size = _whole("block_size", (128 if bits == 8 else 32) if block_size is None else block_size)
+    if not (rotate is None or isinstance(rotate, bool)):
+        raise TypeError(f"rotate must be None, True or False, got {rotate!r}")
     options = Options(
         bits=bits,
-        block_size=few_values if block_size is None else _whole("block_size", block_size),
-        gather=_choice("gather", given["gather"], few, ("int8", "int4", "fp16")),
-        rotate=rotate,
-        error_feedback=_choice(
-            "error_feedback", given["error_feedback"], feedback, ("none", "shard", "both")
-        ),
+        block_size=block_size,
+        gather=gather,
+        rotate=True if rotate is None else rotate,
+        error_feedback=_choice("error_feedback", error_feedback, default_feedback, ("none", "shard", "both")),
         min_bytes=None if min_bytes is None else _count("min_bytes", min_bytes),
-        exact_1d=given["exact_1d"],
-        sample_every=_count("sample_every", given["sample_every"]),
+        exact_1d=exact_1d,
+        sample_every=_count("sample_every", sample_every),
         levels=None if levels is None else _sizes("levels", levels),
-        intra_node=_choice(
-            "intra_node", given["intra_node"], "auto" if levels is None else "flat", INTRA_NODE
-        ),
+        intra_node=_choice("intra_node", intra_node, "auto" if levels is None else "flat", INTRA_NODE),
     )
-    if options.gather == "int4" and bits != 4:
-        raise ValueError("gather='int4' needs bits=4: averages would be rounded more than values")
     options.scatter_layout  # noqa: B018 - raises if there is no such block
     return options
 
