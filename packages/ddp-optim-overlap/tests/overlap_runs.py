@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap import overlap_optimizer
+from dist_utils.process_groups import same_error
 from dist_utils.testing import run_ranks, same_bits
 
 
@@ -240,7 +241,7 @@ def on_ranks(module, world_size=2, *, prefix="check_", **options):
     def require_passed(name):
         outcomes = launch()
         if isinstance(outcomes, Exception):
-            raise outcomes
+            raise same_error(outcomes)  # each raise of one error adds to what its report shows
         for rank, (skipped, failed) in enumerate(outcomes):
             if name in failed:
                 pytest.fail(f"on rank {rank}: {failed[name]}", pytrace=False)
