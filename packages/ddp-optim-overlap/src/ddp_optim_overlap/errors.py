@@ -51,8 +51,3 @@ class DoubleBackwardError(OverlapError):
 
 class WeightReuseError(OverlapError):
     """The backward pass reads a parameter that it has already stepped."""
-
-
-def text_of(error: BaseException) -> str:
-    """Return an error's class and message."""
-    return f"{type(error).__name__}: {error}"

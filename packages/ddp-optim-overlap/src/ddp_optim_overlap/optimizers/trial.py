@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ddp_optim_overlap.errors import UnsupportedGradientError, UnsupportedOptimizerError, text_of
+from ddp_optim_overlap.errors import UnsupportedGradientError, UnsupportedOptimizerError
 from ddp_optim_overlap.optimizers.equality import same_value
 from ddp_optim_overlap.optimizers.partial_steps import PartialSteps, parameters_of, part_of, stand_in
 from ddp_optim_overlap.optimizers.step_hooks import NOT_OF_THE_STEP, step_without_hooks
+from dist_utils.process_groups import error_text
 from dist_utils.torch_compat import MissingTorchFeatureError, private
 
 _CASES: list[tuple[str, float, float | None]] = [
@@ -81,7 +82,7 @@ def require_passed_trial(optimizer: torch.optim.Optimizer, sparse: Collection[to
     except Exception as error:
         name = type(optimizer).__name__
         raise refusal(
-            f"the step of {name} failed on small copies of parameters, with {text_of(error)}"
+            f"the step of {name} failed on small copies of parameters, with {error_text(error)}"
         ) from error
 
 
@@ -178,7 +179,7 @@ class _Copy:
         try:
             self._copy(optimizer, places)
         except Exception as error:
-            raise refusal(f"{self.name} cannot be copied for a trial, with {text_of(error)}") from error
+            raise refusal(f"{self.name} cannot be copied for a trial, with {error_text(error)}") from error
 
     def _copy(self, optimizer: torch.optim.Optimizer, places: _Places) -> None:
         self._optimizer = stand_in(optimizer, [])

@@ -18,7 +18,6 @@ from ddp_optim_overlap.errors import (
     OverlapError,
     StepError,
     UnsupportedOptimizerError,
-    text_of,
 )
 from ddp_optim_overlap.passes.bucket import Bucket, gradients_replaced
 from ddp_optim_overlap.passes.phase import OverlapState
@@ -27,7 +26,7 @@ from ddp_optim_overlap.passes.stepper import Stepper
 from ddp_optim_overlap.passes.weight_reuse import WeightWatch
 from ddp_optim_overlap.report import StepReport
 from dist_utils import OrderedWorker
-from dist_utils.process_groups import same_error
+from dist_utils.process_groups import error_text, same_error
 from dist_utils.torch_compat import profiler_range
 
 NAME = "ddp-optim-overlap"
@@ -256,7 +255,7 @@ class BackwardPass:
                 self._maybe_exposed = 0.0
             bucket.gradients.write(bucket.averaged.wait())
         except Exception as error:
-            text = f"bucket {bucket.index} was not averaged: {text_of(error)}"
+            text = f"bucket {bucket.index} was not averaged: {error_text(error)}"
             raise CommunicationError(text) from error
 
     def _step(self, buckets: Sequence[Bucket]) -> list[torch.Tensor]:
@@ -286,7 +285,7 @@ class BackwardPass:
         except BaseException as error:  # also sys.exit(), which would silently end the thread
             self._partial = tuple(indices)
             kind = type(error) if isinstance(error, UnsupportedOptimizerError) else StepError
-            text = f"the step of bucket {', '.join(map(str, indices))} failed: {text_of(error)}"
+            text = f"the step of bucket {', '.join(map(str, indices))} failed: {error_text(error)}"
             raise kind(text, self.report()) from error
         seconds = time.perf_counter() - began
         self._stepped += indices

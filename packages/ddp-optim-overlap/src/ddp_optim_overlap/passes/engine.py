@@ -16,7 +16,6 @@ from ddp_optim_overlap.errors import (
     ConfigError,
     OverlapError,
     StepError,
-    text_of,
 )
 from ddp_optim_overlap.model import may_leave_out, require_ddp_options
 from ddp_optim_overlap.passes.backward_pass import NAME, BackwardPass, PassKind, PassStage
@@ -30,7 +29,7 @@ from ddp_optim_overlap.passes.weight_reuse import WeightWatch
 from ddp_optim_overlap.report import StepReport
 from dist_utils import AgreementError, OrderedWorker, require_same_terms
 from dist_utils.comm_hooks import CommHook, failed_future, is_pair
-from dist_utils.process_groups import same_error
+from dist_utils.process_groups import error_text, same_error
 from dist_utils.torch_compat import (
     GradBucket,
     before_end_of_backward,
@@ -238,7 +237,7 @@ class Engine:
             if not callable(getattr(averaged, "then", None)):
                 raise TypeError(f"it must return a future, got {type(averaged).__name__}")  # noqa: TRY301
         except Exception as error:
-            text = f"the communication hook failed for bucket {bucket.index()}: {text_of(error)}"
+            text = f"the communication hook failed for bucket {bucket.index()}: {error_text(error)}"
             raise CommunicationError(text) from error
         return averaged
 
@@ -401,7 +400,7 @@ def _require_agreement(compare: Callable[[], object]) -> None:
     try:
         compare()
     except (AgreementError, dist.DistError) as error:
-        raise ConfigError(text_of(error)) from error
+        raise ConfigError(error_text(error)) from error
 
 
 class _TaskMark:

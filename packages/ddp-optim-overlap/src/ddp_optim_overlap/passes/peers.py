@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ddp_optim_overlap.errors import CommunicationError, ConfigError, text_of
+from ddp_optim_overlap.errors import CommunicationError, ConfigError
 from ddp_optim_overlap.passes.averaging import numbers_on, start_all_reduce
 from ddp_optim_overlap.passes.backward_pass import NAME, BackwardPass, PassKind
 from ddp_optim_overlap.passes.gradient_watch import is_capturing
 from dist_utils import OrderedWorker
-from dist_utils.process_groups import runs_on_host
+from dist_utils.process_groups import error_text, runs_on_host
 
 
 class Peers:
@@ -128,7 +128,7 @@ def _meet_on_host(mine: _Claim, current: BackwardPass, group: dist.ProcessGroup)
         start_all_reduce(values, group, dist.ReduceOp.MAX).wait()
     except Exception as error:
         raise CommunicationError(
-            f"another rank failed in this step: {text_of(error)}", current.report()
+            f"another rank failed in this step: {error_text(error)}", current.report()
         ) from error
     mine.compare(values.tolist(), current)
 

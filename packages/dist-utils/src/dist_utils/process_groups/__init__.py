@@ -1,7 +1,7 @@
 """Process groups: their ranks, agreement between ranks, messages between two of them, work in order."""
 
 from dist_utils.process_groups.agreement import AgreementError, require_same_terms
-from dist_utils.process_groups.errors import drop_frames, same_error
+from dist_utils.process_groups.errors import drop_frames, error_text, same_error
 from dist_utils.process_groups.groups import (
     GroupLike,
     collective_device,
@@ -34,6 +34,7 @@ __all__ = [
     "collective_device",
     "device_types",
     "drop_frames",
+    "error_text",
     "future_of_work",
     "global_rank",
     "group_of_model",

@@ -71,7 +71,7 @@ def drop_frames(error: BaseException) -> None:
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error's type and text, for other ranks; the type alone if its own methods fail."""
+    """Return an error's type and text for a message; the type alone if its own methods fail."""
     return _text_or_type(error, lambda: f"{type(error).__name__}: {error}")
 
 
