@@ -13,9 +13,8 @@ figures. Where not all models fit into memory a cell has several jobs, each with
 within one job. PyTorch's hooks that hang or fail on Gloo have jobs of their own; their errors are recorded
 instead of times.
 
-Losses: the loss that each number format on the wire reaches after equal steps, with two ranks on loopback and
-three seeds; an overlapped optimizer gives the same bits. After equal time: the same curves, read at the steps
-that the cell's step times allow.
+Losses: whole trainings with each number format on the wire, three seeds, with two ranks on emulated hosts,
+and the time that they take.
 
 Writes results/whole_steps.json and pictures.
 """
