@@ -13,6 +13,15 @@ from whole_steps.sides import ALL, COMPUTE, OURS, OVERLAP, PLAIN, label
 GAIN = 1.03
 """Less than 3 % is within the machine's noise."""
 DETAILED = [cell.name for cell in MAIN]
+README_CELLS = (
+    "7M, 2 hosts, 0.1 Gbit/s",
+    "7M, 2 hosts of 2 ranks, 0.2 Gbit/s",
+    "7M, 2 hosts, 1 Gbit/s",
+    "7M, 2 hosts, 10 Gbit/s",
+    "7M, 2 ranks, loopback",
+    "60M, 2 hosts, 1 Gbit/s",
+    "MLP, 2 hosts, 1 Gbit/s",
+)
 
 
 def tables(results: dict[str, Any]) -> str:
@@ -26,6 +35,17 @@ def tables(results: dict[str, Any]) -> str:
     parts += [details(name, cells[name]) for name in DETAILED if name in cells]
     parts += [losses(model, entry) for model, entry in results.get("losses", {}).items()]
     return "\n\n".join(parts)
+
+
+def short_table(results: dict[str, Any]) -> str:
+    """Return the README's table: few sides, one row for each of some cells."""
+    sides = {PLAIN: "plain DDP", "fp16": "PyTorch's fp16 hook", "powersgd-one": "PowerSGD", "8bits": "8 bits"}
+    rows = [
+        [name, *(_time(results["cells"][name]["sides"].get(side), alone=side == PLAIN) for side in sides)]
+        for name in README_CELLS
+        if name in results["cells"]
+    ]
+    return table(["ms a step (times as fast as plain DDP)", *sides.values()], rows)
 
 
 def _model(cell: str) -> str:
@@ -64,12 +84,12 @@ def _overview(cells: dict[str, Any]) -> str:
     return table([f"{model}, {parameters / 1e6:.1f} million parameters: ms on {where}", *heads], rows)
 
 
-def _time(side: dict[str, Any] | None) -> str:
+def _time(side: dict[str, Any] | None, *, alone: bool = False) -> str:
     if side is None:
         return "-"
     if "failed" in side:
         return "fails"
-    faster = side.get("faster_than_plain")
+    faster = None if alone else side.get("faster_than_plain")
     return f"{side['median_ms']:.0f}" + (f" ({faster['median']:.2f}x)" if faster else "")
 
 
