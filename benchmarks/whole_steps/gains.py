@@ -30,9 +30,9 @@ def draw_gains(results: dict[str, Any], path: Path) -> None:
         middle, (low, high) = gains[name]["median"], gains[name]["quartiles"]
         spread = [[middle - low], [high - middle]]
         axis.barh(place, middle, 0.4, color=BLUE, xerr=spread, ecolor="0.5")
-        axis.plot([1, 1], [place - 0.27, place + 0.27], color="0.3", linewidth=1)
+        axis.plot([1, 1], [place - 0.2, place + 0.2], color="0.3", linewidth=1)
         axis.text(high + 0.05, place, f"{middle:.2f}x", va="center", fontsize="small")
-        axis.text(0, place - 0.27, _told(name), va="bottom", fontsize="small")
+        axis.text(0, place - 0.23, _description(name), va="bottom", fontsize="small")
     axis.set_yticks([])
     axis.set_ylim(len(names) - 0.6, -0.9)
     axis.set_xlim(0, 1.12 * max(high for gain in gains.values() for high in gain["quartiles"]))
@@ -41,6 +41,6 @@ def draw_gains(results: dict[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-def _told(cell: str) -> str:
+def _description(cell: str) -> str:
     model, where = cell.split(", ", maxsplit=1)
     return f"{MODELS[model]}; {where}"
