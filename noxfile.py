@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import nox
 from nox.virtualenv import PassthroughEnv
@@ -16,6 +17,8 @@ nox.needs_version = ">=2025.2.9"
 
 DEFAULT_TORCH = "2.13.0"
 SUPPORTED_TORCH = ["2.6.0", "2.9.1", DEFAULT_TORCH, "2.15.0"]
+FULL_RUNS = [("3.10", "2.6.0"), ("3.11", "2.9.1"), ("3.12", DEFAULT_TORCH), ("3.13", "2.15.0")]
+"""Versions of Python and torch that are tested together before a release: each at least once."""
 # TORCH_VERSIONS="2.6.0 2.15.0" nox: these versions instead, wherever torch is a parameter.
 CHOSEN_TORCH = os.environ.get("TORCH_VERSIONS", "").split()
 
@@ -139,6 +142,26 @@ def integration(session: nox.Session, torch: str) -> None:
     tests = ["integration_tests", *map(str, sorted(ROOT.glob("packages/*/tests/test_*_on_gpu.py")))]
     chosen = ["-m", "not exhaustive", *session.posargs]  # the last -m counts
     session.run("python", "-m", "pytest", *tests, *how, *chosen, env=env, external=True)
+
+
+@nox.session(default=False)
+@nox.parametrize(("python", "torch"), FULL_RUNS, ids=[f"{python}, {torch}" for python, torch in FULL_RUNS])
+def compatibility(session: nox.Session, torch: str) -> None:
+    """Run all tests but the exhaustive ones, of a committed tree; note it in docs/compatibility.md."""
+    page = "docs/compatibility.md"
+    session.run("git", "diff", "--exit-code", "--stat", "HEAD", "--", f":!{page}", external=True)
+    commit = str(session.run("git", "rev-parse", "--short", "HEAD", external=True, silent=True)).strip()
+    install(session, *GROUPS["demo"], *GROUPS["examples"], *GROUPS["side-by-side"], torch=torch)
+    report = Path(session.create_tmp()) / "report.xml"
+    chosen = [*TESTS, "integration_tests", *SIDE_BY_SIDE, "-m", "not exhaustive", *session.posargs]
+    session.run("pytest", *chosen, f"--junitxml={report}", env=ENV)
+    counts = ET.parse(report).getroot()[0].attrib  # noqa: S314 - pytest wrote it
+    passed, skipped = int(counts["tests"]) - int(counts["skipped"]), counts["skipped"]
+    pair = f"| {session.python} | {torch} |"
+    row = f"{pair} {passed} | {skipped} | {commit} | {time.strftime('%Y-%m-%d')} |"
+    lines = (ROOT / page).read_text().splitlines()
+    new = [row if line.startswith(pair) else line for line in lines]
+    (ROOT / page).write_text("\n".join(new) + "\n")
 
 
 @nox.session(default=False)

@@ -2,7 +2,8 @@
 
 No number is written here: numbers come from the result files, and a test of ``nox -s repository`` compares
 the documents with them. ``nox -s bench -- --quick`` (repeat_claims.py) measures every claim again, with few
-repeats, and fails where one is worse by more than its spread. This module needs no torch.
+repeats, and fails where one is worse by more than its spread. ``python benchmarks/claims.py`` prints each
+claim with where it stands and the run that it rests on. This module needs no torch.
 
 A claim's spread comes from the times in its result file: the sum of the interquartile ranges of both sides,
 as shares of their medians, but at least ``least_spread``.
@@ -342,3 +343,18 @@ CLAIMS = (
         better="less",
     ),
 )
+
+
+def run_of(claim: Claim) -> str:
+    """Return the commit and the date of the run that a claim rests on."""
+    found, keys = claim.stored(), " / ".join(claim.one)
+    parts = [head for part, head in found.get("measured", {}).items() if keys.startswith(part)]
+    head = parts[0] if parts else found
+    return f"commit {head.get('tree', 'unknown')}, {head.get('date')}"
+
+
+if __name__ == "__main__":
+    for claim in CLAIMS:
+        print(claim.sentence.format(value=claim.value(claim.stored())))
+        print(f"    {', '.join(sorted({place.document for place in claim.places}))}")
+        print(f"    results/{claim.results}, by {claim.measured_by}() of repeat_claims.py; {run_of(claim)}")

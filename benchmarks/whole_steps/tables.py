@@ -7,12 +7,21 @@ from collections.abc import Iterator
 from typing import Any
 
 from whole_steps.cells import CELLS, MAIN
-from whole_steps.losses import LABEL, losses_in_time
+from whole_steps.losses import DILOCO, LABEL, Curve, loss_after
 from whole_steps.sides import ALL, COMPUTE, OURS, OVERLAP, PLAIN, label
 
 GAIN = 1.03
 """Less than 3 % is within the machine's noise."""
 DETAILED = [cell.name for cell in MAIN]
+README_CELLS = (
+    "7M, 2 hosts, 0.1 Gbit/s",
+    "7M, 2 hosts of 2 ranks, 0.2 Gbit/s",
+    "7M, 2 hosts, 1 Gbit/s",
+    "7M, 2 hosts, 10 Gbit/s",
+    "7M, 2 ranks, loopback",
+    "60M, 2 hosts, 1 Gbit/s",
+    "MLP, 2 hosts, 1 Gbit/s",
+)
 
 
 def tables(results: dict[str, Any]) -> str:
@@ -24,8 +33,19 @@ def tables(results: dict[str, Any]) -> str:
         parts += [overview(of_model)]
     parts += [remarks(cells)] if cells else []
     parts += [details(name, cells[name]) for name in DETAILED if name in cells]
-    parts += [losses(model, entry, cells) for model, entry in results.get("losses", {}).items()]
+    parts += [losses(model, entry) for model, entry in results.get("losses", {}).items()]
     return "\n\n".join(parts)
+
+
+def short_table(results: dict[str, Any]) -> str:
+    """Return the README's table: few sides, one row for each of some cells."""
+    sides = {PLAIN: "plain DDP", "fp16": "PyTorch's fp16 hook", "powersgd-one": "PowerSGD", "8bits": "8 bits"}
+    rows = [
+        [name, *(_time(results["cells"][name]["sides"].get(side), alone=side == PLAIN) for side in sides)]
+        for name in README_CELLS
+        if name in results["cells"]
+    ]
+    return table(["ms a step (times as fast as plain DDP)", *sides.values()], rows)
 
 
 def _model(cell: str) -> str:
@@ -64,12 +84,12 @@ def _overview(cells: dict[str, Any]) -> str:
     return table([f"{model}, {parameters / 1e6:.1f} million parameters: ms on {where}", *heads], rows)
 
 
-def _time(side: dict[str, Any] | None) -> str:
+def _time(side: dict[str, Any] | None, *, alone: bool = False) -> str:
     if side is None:
         return "-"
     if "failed" in side:
         return "fails"
-    faster = side.get("faster_than_plain")
+    faster = None if alone else side.get("faster_than_plain")
     return f"{side['median_ms']:.0f}" + (f" ({faster['median']:.2f}x)" if faster else "")
 
 
@@ -128,44 +148,35 @@ def details(title: str, cell: dict[str, Any]) -> str:
     return table([f"{title}, emulated", "exposed, ms", "MiB on a host's link", "of the possible gain"], rows)
 
 
-def losses(model: str, entry: dict[str, Any], cells: dict[str, Any]) -> str:
-    """Return the losses after equal steps, and after equal time if steps of that model were timed."""
+def losses(model: str, entry: dict[str, Any]) -> str:
+    """Return the losses after equal steps, and when the fastest hook has made all its steps."""
     curves = {name: curve for name, curve in entry["curves"].items() if isinstance(curve, list)}
-    timed = {
-        name: losses_in_time(entry, cell)
-        for name, cell in cells.items()
-        if name in DETAILED and _model(name) == model and PLAIN in cell["sides"]
-    }
-    overlapped = {name: None for _, found in timed.values() for name in found if name.endswith(OVERLAP)}
-    rows = [[_named(name), *_final(curve, curves.get(PLAIN))] for name, curve in curves.items()]
-    rows += [[_named(name), "the same bits", ""] for name in overlapped]
-    heads = [f"{model}: training loss", f"after {entry['steps']} steps", "minus plain DDP's [of each seed]"]
-    tables = [table(heads, rows)]
-    if timed:
-        heads = [f"{model}: training loss, times on emulated hosts"]
-        heads += [f"after {seconds:.0f} s, {name.split(', ', 1)[1]}" for name, (seconds, _) in timed.items()]
-        rows = [
-            [_named(name), *(_mean(found.get(name)) for _, found in timed.values())]
-            for name in [*curves, *overlapped]
-            if any(name in found for _, found in timed.values())
-        ]
-        tables.append(table(heads, rows))
-    return "\n\n".join(tables)
+    seconds = {name: statistics.fmean(one["seconds"][-1] for one in curve) for name, curve in curves.items()}
+    earliest = min(end for name, end in seconds.items() if name != DILOCO)
+    rows = [
+        [LABEL[name], *_final(curve, curves.get(PLAIN)), f"{seconds[name]:.0f}", _loss_after(curve, earliest)]
+        for name, curve in curves.items()
+    ]
+    heads = [
+        f"{model}, 2 hosts, 1 Gbit/s, emulated: training loss",
+        f"after {entry['steps']} steps",
+        "minus plain DDP's [of each seed]",
+        f"seconds for {entry['steps']} steps",
+        f"after {earliest:.0f} s",
+    ]
+    return table(heads, rows)
 
 
-def _named(name: str) -> str:
-    return LABEL.get(name) or label(name)
+def _loss_after(curves: list[Curve], seconds: float) -> str:
+    ended = statistics.fmean(curve["seconds"][-1] for curve in curves) < seconds
+    return "-" if ended else f"{statistics.fmean(loss_after(curve, seconds) for curve in curves):.3f}"
 
 
-def _mean(values: list[float] | None) -> str:
-    return "-" if values is None else f"{statistics.fmean(values):.3f}"
-
-
-def _final(own: list[list[float]], plain: list[list[float]] | None) -> tuple[str, str]:
-    mean = f"{statistics.fmean(curve[-1] for curve in own):.3f}"
+def _final(own: list[Curve], plain: list[Curve] | None) -> tuple[str, str]:
+    mean = f"{statistics.fmean(curve['losses'][-1] for curve in own):.3f}"
     if plain is None or own is plain:
         return mean, ""
-    differences = [mine[-1] - its[-1] for mine, its in zip(own, plain, strict=True)]
+    differences = [mine["losses"][-1] - its["losses"][-1] for mine, its in zip(own, plain, strict=True)]
     each = ", ".join(f"{difference:+.4f}" for difference in differences)
     return mean, f"{statistics.fmean(differences):+.4f} [{each}]"
 
