@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from whole_steps.cells import CELLS, MAIN
-from whole_steps.losses import DILOCO, LABEL, Curve, loss_after
+from whole_steps.losses import DILOCO, LABEL, LEARNT, Curve, loss_after
 from whole_steps.sides import ALL, COMPUTE, OURS, OVERLAP, PLAIN, label
 
 GAIN = 1.03
@@ -47,7 +47,13 @@ def short_table(results: dict[str, Any]) -> str:
         for name in README_CELLS
         if name in results["cells"]
     ]
-    return table(["ms a step (times as fast as plain DDP)", *sides.values()], rows)
+    steps = table(["ms a step (times as fast as plain DDP)", *sides.values()], rows)
+    (model, *_) = LEARNT
+    curves = results["losses"][model]["curves"]
+    earliest = _earliest_end(curves)
+    losses = [_loss_after(curves[side], earliest) for side in sides]
+    heads = [f"training loss of {model}, 2 hosts, 1 Gbit/s", *sides.values()]
+    return f"{steps}\n\n{table(heads, [[f'after {earliest:.0f} s', *losses]])}"
 
 
 def _model(cell: str) -> str:
@@ -160,10 +166,9 @@ def details(title: str, cell: dict[str, Any]) -> str:
 def losses(model: str, entry: dict[str, Any]) -> str:
     """Return the losses after equal steps, and when the fastest hook has made all its steps."""
     curves = {name: curve for name, curve in entry["curves"].items() if isinstance(curve, list)}
-    seconds = {name: statistics.fmean(one["seconds"][-1] for one in curve) for name, curve in curves.items()}
-    earliest = min(end for name, end in seconds.items() if name != DILOCO)
+    earliest = _earliest_end(curves)
     rows = [
-        [LABEL[name], *_final(curve, curves.get(PLAIN)), f"{seconds[name]:.0f}", _loss_after(curve, earliest)]
+        [LABEL[name], *_final(curve, curves.get(PLAIN)), f"{_end(curve):.0f}", _loss_after(curve, earliest)]
         for name, curve in curves.items()
     ]
     heads = [
@@ -176,9 +181,19 @@ def losses(model: str, entry: dict[str, Any]) -> str:
     return table(heads, rows)
 
 
+def _end(curves: list[Curve]) -> float:
+    return statistics.fmean(curve["seconds"][-1] for curve in curves)
+
+
+def _earliest_end(curves: dict[str, list[Curve]]) -> float:
+    """Return when the fastest hook has made all its steps."""
+    return min(_end(curve) for name, curve in curves.items() if name != DILOCO)
+
+
 def _loss_after(curves: list[Curve], seconds: float) -> str:
-    ended = statistics.fmean(curve["seconds"][-1] for curve in curves) < seconds
-    return "-" if ended else f"{statistics.fmean(loss_after(curve, seconds) for curve in curves):.3f}"
+    if _end(curves) < seconds:
+        return "-"
+    return f"{statistics.fmean(loss_after(curve, seconds) for curve in curves):.3f}"
 
 
 def _final(own: list[Curve], plain: list[Curve] | None) -> tuple[str, str]:
