@@ -33,6 +33,7 @@ def test_a_fast_network_gains_nothing_and_ranks_that_share_cores_keep_them_busy(
     hooks = hooks_on(100.0, fixed=2e-2)
     advice = advise([link(100.0)], hooks, cores_per_rank=cores)
     assert (advice.hook, advice.situation) == ("fp32", situation)
+    assert advice.reasons[0].startswith("fp32 takes 33.1 ms for 25 MiB"), "measured, whatever the links are"
     assert "Fewer bytes are not clearly faster: bf16 " in advice.reasons[0]
     assert ("with 0.25 of a core for each rank" in advice.reasons[0]) == (cores < 1)
 

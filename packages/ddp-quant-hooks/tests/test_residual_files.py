@@ -78,6 +78,11 @@ WRONG_FILES = {  # what the message must say, and the change of a file
     "of exact_1d None": _without("exact_1d"),
     "not residuals that state_dict.*'own'": _without("own"),
     "not residuals that state_dict.*'lengths'": _without("lengths"),
+    "not residuals that state_dict.*inf is not a count": lambda saved: {**saved, "steps": float("inf")},
+    "not residuals that state_dict.*-1 is not a count": lambda saved: {**saved, "steps": -1},
+    "not residuals that state_dict.*0.5 is not a count": _with_one(
+        "own", "norm.bias", [(0.5, 0, torch.ones(9))]
+    ),
     "a parameter 'layers.0.weight' of 36 values, 2257 long here": _with_one("lengths", "layers.0.weight", 36),
     "another memory format: with strides": _with_one("strides", "layers.0.weight", (1, 61)),
     "'norm.bias' has values that are not finite": _with_residual(torch.nan),
@@ -223,10 +228,11 @@ def _gathers(rank):
     whole = run.state.gather_state_dict()
     before = run.state.state_dict()
     gather, scatter = run.state.gather_state_dict, run.state.scatter_state_dict
-    fewer = broken = None
+    fewer = broken = forged = None
     if whole is not None:
-        fewer, broken = {**whole, "ranks": whole["ranks"][:-1]}, copy.deepcopy(whole)
+        fewer, broken, forged = {**whole, "ranks": whole["ranks"][:-1]}, *map(copy.deepcopy, [whole] * 2)
         broken["ranks"][1]["lengths"]["norm.bias"] = 1
+        forged["ranks"][1]["steps"] = float("inf")
     everyone, model = range(world_size), Net() if rank == 1 else None
     # What is raised where the problem is, and elsewhere a TensorMismatchError that says why.
     for call, kind, match, on in (
@@ -234,6 +240,7 @@ def _gathers(rank):
         (lambda: scatter({}), ValueError, "not gathered residuals", [0]),
         (lambda: scatter(fewer), ValueError, f"of {world_size - 1} ranks, but the group has", [0]),
         (lambda: scatter(broken), ValueError, "a parameter 'norm.bias' of 1 values", [1]),
+        (lambda: scatter(forged), ValueError, "inf is not a count", [1]),
         (lambda: scatter(whole, src=7), ValueError, "rank 7 is not a member of", everyone),
         (lambda: gather(dst=-1), ValueError, "rank -1 is not a member of", everyone),
         (lambda: gather(model), ValueError, "there are residuals of a parameter", [1]),

@@ -141,25 +141,37 @@ class Inner(Doubled):
 
 
 def _passes_are_steps(rank, function):
-    """All calls of one backward() are a step, even in passes inside it; one that fails does not count."""
+    """All calls of one backward() are a step, even in passes inside it; one that fails does not count.
 
-    def run(step, state, *, fails=False):
+    Nor does it matter whether the step after it is the backward() of the same loss and gradient once more.
+    """
+
+    def loss_of(step, state):
         x = _values(step, "a").requires_grad_()
         y = function.apply(function.apply(x, state, "lower"), state, "upper")
-        if fails:
-            x.register_hook(lambda _: 1 / 0)
-        (y * _values(step, "bb")).sum().backward()
+        return x, y * _values(step, "bb")
+
+    def run(step, state):
+        x, loss = loss_of(step, state)
+        loss.sum().backward()
         return x.grad
 
-    undisturbed, disturbed = make(), make()
-    for state in (undisturbed, disturbed):
+    undisturbed, disturbed, repeated = make(), make(), make()
+    for state in (undisturbed, disturbed, repeated):
         run(0, state)
-    with pytest.raises(ZeroDivisionError):
-        run(7, disturbed, fails=True)
-    assert_same([run(1, undisturbed)], [run(1, disturbed)])
-    return [state.state_dict()["steps"] for state in (undisturbed, disturbed)]
+    expected = run(1, undisturbed)
+    for state in (disturbed, repeated):
+        x, loss = loss_of(7 if state is disturbed else 1, state)
+        failing, gradient = x.register_hook(lambda _: 1 / 0), torch.ones_like(loss)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward(gradient, retain_graph=True)
+        failing.remove()
+        if state is repeated:
+            loss.backward(gradient)
+        assert_same([expected], [x.grad if state is repeated else run(1, state)])
+    return [state.state_dict()["steps"] for state in (undisturbed, disturbed, repeated)]
 
 
 @pytest.mark.parametrize(("world_size", "function"), [(2, Doubled), (1, Doubled), (2, Inner)])
 def test_calls_inside_backward_are_one_step(world_size, function):
-    assert run_ranks(_passes_are_steps, world_size, function) == [[2, 2]] * world_size
+    assert run_ranks(_passes_are_steps, world_size, function) == [[2, 2, 2]] * world_size

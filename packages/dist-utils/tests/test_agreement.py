@@ -92,7 +92,7 @@ WRONG = {
     "timeout": ({"timeout": timedelta(seconds=-1)}, "ValueError: timeout must be positive"),
     "no repr": ({"terms": {"a": _NotShown(LookupError("no text"))}}, "LookupError: no text"),
     "exits": ({"terms": {"a": _NotShown(SystemExit(3))}}, "SystemExit: 3"),
-    "title": ({"title": 3}, "TypeError: title must be a string, got int"),
+    "title": ({"title": 3}, "TypeError: a title or a name must be a string, got int"),
 }
 
 
@@ -101,6 +101,11 @@ def _wrong_arguments(rank, wrong_rank):
     for name, (wrong, _) in WRONG.items():
         seen[name] = _outcome(**({"title": "hook"} | (wrong if rank == wrong_rank else {})))
         require_same_terms(None, "the ranks are still in step")
+    wrong_calls = {"title": (b"hook", {}), "no repr": ("hook", WRONG["no repr"][0]["terms"])}
+    for name, wrong_call in wrong_calls.items():
+        with pytest.raises((TypeError, LookupError, AgreementError)) as caught:
+            require_same_call(dist.new_group(), *(wrong_call if rank == wrong_rank else ("hook", {})))
+        seen["call", name] = f"{type(caught.value).__name__}: {caught.value}"
     return seen
 
 
@@ -112,6 +117,13 @@ def test_whatever_is_wrong_on_one_rank_is_raised_there_and_told_to_all_others(wr
         assert own.startswith(expected)
         title = "" if name == "title" else "hook: "
         assert told == f"AgreementError: {title}rank {wrong_rank} cannot go on: {own}"
+    for name, expected in {
+        "title": "TypeError: a title or a name must be a string, got bytes",
+        "no repr": "LookupError: no text",
+    }.items():
+        own, told = ranks[wrong_rank]["call", name], ranks[1 - wrong_rank]["call", name]
+        assert own == expected
+        assert f"rank {wrong_rank} cannot go on: {own}" in told
 
 
 def _threads(rank):
@@ -204,8 +216,12 @@ class _Bucket:
 def _known(rank):
     """What is known is not compared again: one rank alone returns. A refusal is raised again."""
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    names = [f"n{number}" for number in range(20)]
     for step in range(2):
         if step == 0 or rank == 0:
+            shuffled = names if rank == step else names[::-1]
+            unordered = {"set": set(shuffled), "dict": {"a": dict.fromkeys(shuffled)}}
+            require_same_call(None, "call", dict.fromkeys(shuffled, unordered))
             for title in ("one", "two"):
                 for index, parameter in enumerate(parameters):
                     require_same_bucket(None, title, {"bits": 8}, _Bucket(parameter, index))

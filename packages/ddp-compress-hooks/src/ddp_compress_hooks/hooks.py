@@ -4,7 +4,7 @@
 # the real types, and refuses strings.
 import torch
 
-from ddp_compress_hooks import compiled
+from ddp_compress_hooks import graph
 from ddp_compress_hooks.averaging import sparse_mean, start_mean
 from ddp_compress_hooks.state import CompressState, GroupOrState, as_state
 from dist_utils.comm_hooks import (
@@ -174,7 +174,7 @@ def _average(
     if is_pair(bucket):
         gradient, _ = bucket
         check_gradient_dtype(gradient)
-        return compiled.average(state, group, gradient, wire_dtype)  # type: ignore[return-value]
+        return graph.average(state, group, gradient, wire_dtype)  # type: ignore[return-value]
 
     state.bucket_came()
     with profiler_range(f"{name}:bucket_{bucket.index()}"):

@@ -18,12 +18,12 @@ from ddp_quant_hooks.exchange.exchange import NotFinite, Task
 from ddp_quant_hooks.exchange.placement import Placement
 from ddp_quant_hooks.exchange.plan import Formats, Plan, plan_average, plan_reduce_scatter
 from ddp_quant_hooks.exchange.scratch import Scratch
-from ddp_quant_hooks.exchange.values import Values
+from ddp_quant_hooks.exchange.values import Values, put_back
 from ddp_quant_hooks.feedback.step import Step
 from ddp_quant_hooks.feedback.store import Feedback, Key, Owner
 from ddp_quant_hooks.kernels import VALUE_DTYPES
 from ddp_quant_hooks.options import Options
-from ddp_quant_hooks.statistics import Counter, relative_error, sent_around_ring
+from ddp_quant_hooks.statistics import Counter, bytes_around_ring, relative_error
 from dist_utils.process_groups import runs_on_host
 
 
@@ -63,7 +63,7 @@ class Averager:
     def bytes_of_ring(self, group: dist.ProcessGroup, nbytes: int) -> tuple[int, int]:
         """Return the bytes that a rank sends in a ring all-reduce, and those of them to another host."""
         hosts = self.placement.hosts if self.placement is not None else (0,) * group.size()
-        return sent_around_ring(nbytes, range(group.size()), hosts, group.rank())
+        return bytes_around_ring(nbytes, range(group.size()), hosts, group.rank())
 
     def prepare(
         self,
@@ -85,7 +85,7 @@ class Averager:
             like: A tensor of their dtype and on their device.
             label: See :class:`ddp_quant_hooks.exchange.exchange.Task`.
         """
-        plan = self._planned(plan_average, group, count, like, levels=self._options.levels)
+        plan = self._plan(plan_average, group, count, like, levels=self._options.levels)
         residuals = self._feedback.residuals(step, owners, plan.own, plan.means, like.device)
         not_finite = step.outcome.not_finite if self._feedback.wanted else None
         every = self._options.sample_every
@@ -113,7 +113,7 @@ class Averager:
             not_finite: Called with flags of this rank's shard only.
             label: See :class:`ddp_quant_hooks.exchange.exchange.Task`.
         """
-        plan = self._planned(plan_reduce_scatter, group, key.count // group.size(), like)
+        plan = self._plan(plan_reduce_scatter, group, key.count // group.size(), like)
         residuals = self._feedback.residuals(step, [key], plan.own, plan.means, like.device)
         return Task(plan, residuals, not_finite, label)
 
@@ -149,7 +149,7 @@ class Averager:
                 sent, outside = sent + more[0], outside + more[1]
         exchange.average(group, task, values, self._scratch(values.device))
         if apart is not None:
-            _put_back(exact, apart)
+            put_back(exact, apart)
         if reference is not None:
             error = relative_error(values.to(torch.float32), reference)
         self._counter.add(
@@ -182,7 +182,7 @@ class Averager:
         """Count what was averaged without compression."""
         self._counter.add(nbytes, group.size(), *self.bytes_of_ring(group, nbytes), quantized=False)
 
-    def _planned(
+    def _plan(
         self,
         plan: Callable[..., Plan],
         group: dist.ProcessGroup,
@@ -216,9 +216,3 @@ def _set_apart(gradients: Sequence[torch.Tensor], world_size: int) -> torch.Tens
     """Return a rank's shares of the means of some gradients, for an all-reduce."""
     apart = torch.cat([gradient.flatten() for gradient in gradients])
     return apart.to(torch.promote_types(apart.dtype, torch.float32)).div_(world_size)
-
-
-def _put_back(gradients: Sequence[torch.Tensor], means: torch.Tensor) -> None:
-    parts = torch.split(means, [gradient.numel() for gradient in gradients])
-    for gradient, part in zip(gradients, parts, strict=True):
-        gradient.copy_(part.view_as(gradient))

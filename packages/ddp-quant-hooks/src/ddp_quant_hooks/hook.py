@@ -57,7 +57,7 @@ def quantized_allreduce_hook(
             "quantized_allreduce_hook needs a QuantizedAllreduceState as its state, "
             f"got {type(state).__name__}"
         )
-    buffer = checked_buffer("quantized_allreduce_hook", bucket)
+    buffer = check_buffer("quantized_allreduce_hook", bucket)
     state.bucket_came()
     with profiler_range(f"quantized_allreduce_hook:bucket_{bucket.index()}"):
         state.refuse_capture(buffer)
@@ -71,7 +71,7 @@ def quantized_allreduce_hook(
         return _average(state, step, bucket)
 
 
-def checked_buffer(hook: str, bucket: GradBucket) -> torch.Tensor:
+def check_buffer(hook: str, bucket: GradBucket) -> torch.Tensor:
     """Return a bucket's buffer.
 
     Raises:
@@ -100,12 +100,12 @@ def _average(
     if quantized and state.exact_1d:
         owners, tensors, exact = _without_small(bucket)
     if not quantized or not tensors:
-        return allreduce_hook(group, bucket).then(_noted(state, step, group, buffer))
+        return allreduce_hook(group, bucket).then(_count_when_done(state, step, group, buffer))
     values, outcome = Values(tensors), step.outcome
     how = averager.prepare(group, step, owners, values.count, buffer)
 
     def job(private_group: dist.ProcessGroup) -> torch.Tensor:
-        with outcome.watching():
+        with outcome.watch():
             averager.average(private_group, values, how, exact=exact)
         return buffer
 
@@ -127,7 +127,7 @@ def _without_small(bucket: GradBucket) -> tuple[list[torch.Tensor], list[torch.T
     return [parameter for parameter, _ in large], [part for _, part in large], small
 
 
-def _noted(
+def _count_when_done(
     state: QuantizedAllreduceState, step: Step, group: dist.ProcessGroup, buffer: torch.Tensor
 ) -> Callable[[torch.futures.Future[torch.Tensor]], torch.Tensor]:
     """Return a callback that counts a bucket that is averaged without compression.

@@ -49,7 +49,7 @@ class Options:
         return Layout(self.gather, self.block_size, self.rotate and self.gather != "fp16")
 
 
-def checked(
+def check_options(
     *,
     bits: Any,
     block_size: Any,

@@ -16,7 +16,7 @@ from ddp_quant_hooks.averaging import Averager, plan_digest
 from ddp_quant_hooks.exchange.placement import choose_placement, link_inside_host
 from ddp_quant_hooks.feedback.checkpoint import FeedbackState
 from ddp_quant_hooks.kernels.layout import WIRE_VERSION, Format, Layout
-from ddp_quant_hooks.options import ErrorFeedback, checked
+from ddp_quant_hooks.options import ErrorFeedback, check_options
 from ddp_quant_hooks.statistics import Counter, Statistics
 from dist_utils import AgreementError, GroupLike, OrderedWorker, resolve_group
 from dist_utils.comm_hooks import Bucket
@@ -104,7 +104,7 @@ class QuantizedAllreduceState(FeedbackState):
         intra_node: Literal["auto", "full", "quantized", "flat"] | None = None,
         levels: Sequence[int] | None = None,
     ) -> None:
-        options = checked(
+        options = check_options(
             bits=bits,
             block_size=block_size,
             gather=gather,
@@ -222,7 +222,7 @@ class QuantizedAllreduceState(FeedbackState):
         if self._placed_by is worker:
             return
         links, nodes = zip(*map(json.loads, worker.notes()), strict=True)
-        hosts = worker.hosts() if nodes[0] is None else _checked_nodes(nodes)
+        hosts = worker.hosts() if nodes[0] is None else _node_numbers(nodes)
         self.averager.start_over()
         self.averager.placement = choose_placement(
             type(self).__name__ if worker.process_group.rank() == 0 else None,
@@ -325,7 +325,7 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
         raise TypeError("a HierarchicalAllreduceState does not pickle: its groups belong to this job")
 
 
-def _checked_nodes(nodes: Sequence[list[int]]) -> list[int]:
+def _node_numbers(nodes: Sequence[list[int]]) -> list[int]:
     """Return for each rank the number of its node, if the ranks of each node have named the same ones."""
     for rank, node in enumerate(nodes):
         other = next((peer for peer in node if nodes[peer] != node), rank)

@@ -116,7 +116,7 @@ def ring_bytes(nbytes: int, world_size: int) -> int:
     return 2 * (world_size - 1) * nbytes // world_size
 
 
-def sent_around_ring(nbytes: int, ring: Sequence[int], hosts: Sequence[int], rank: int) -> tuple[int, int]:
+def bytes_around_ring(nbytes: int, ring: Sequence[int], hosts: Sequence[int], rank: int) -> tuple[int, int]:
     """Return how many bytes a rank sends in a ring all-reduce, and how many of them to another host.
 
     Args:

@@ -8,7 +8,7 @@ import torch
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_quant_hooks import kernels
-from ddp_quant_hooks.hook import checked_buffer
+from ddp_quant_hooks.hook import check_buffer
 from dist_utils import GroupLike, resolve_group
 from dist_utils.comm_hooks import buckets_only, completed_future, failed_future, require_same_bucket
 from dist_utils.process_groups import runs_on_host
@@ -100,7 +100,7 @@ def quantization_perchannel_hook(
 def _average(
     name: str, process_group: GroupLike, bucket: GradBucket, channel: int | None
 ) -> torch.futures.Future[torch.Tensor]:
-    buffer = checked_buffer(name, bucket)
+    buffer = check_buffer(name, bucket)
     group = resolve_group(process_group)
     with profiler_range(f"{name}:bucket_{bucket.index()}"):
         if group.size() == 1 or buffer.numel() == 0:

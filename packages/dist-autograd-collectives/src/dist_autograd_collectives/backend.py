@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from dist_autograd_collectives.reductions import (
     sum_of_two,
     zeros_after,
 )
-from dist_utils.torch_compat import private
+from dist_utils.torch_compat import start_traceable_collective
 
 
 class CollectiveError(RuntimeError):
@@ -189,24 +189,16 @@ def _start_of_common_dtype(x: torch.Tensor, linear_map: Map) -> Callable[[], tor
     kind, who, root = linear_map.kind, linear_map.call.who, linear_map.root
     # There is no traceable reduce, gather or scatter.
     if kind in ("all_reduce", "reduce"):
-        total = _start_traceable("all_reduce", x, "sum", who.name)
+        total = start_traceable_collective("all_reduce", x, "sum", who.name)
         return total if kind == "all_reduce" or who.rank == root else lambda: zeros_after(total(), x)
     if kind == "broadcast":
-        return _start_traceable("broadcast", x, root, who.name)
+        return start_traceable_collective("broadcast", x, root, who.name)
     if kind == "all_gather":
-        return _start_traceable("all_gather_into_tensor", x, who.size, who.name)
+        return start_traceable_collective("all_gather_into_tensor", x, who.size, who.name)
     if kind == "reduce_scatter":
-        return _start_traceable("reduce_scatter_tensor", x, "sum", who.size, who.name)
+        return start_traceable_collective("reduce_scatter_tensor", x, "sum", who.size, who.name)
     sends, receives = linear_map.splits(x.shape[0])
-    return _start_traceable("all_to_all_single", x, receives, sends, who.name)
-
-
-def _start_traceable(name: str, x: torch.Tensor, *arguments: Any) -> Callable[[], torch.Tensor]:
-    """Start one of torch's operators that graphs may have; they have no public name up to torch 2.15."""
-    operators, purpose = torch.ops._c10d_functional, "collectives of other backends, and in graphs"  # noqa: SLF001
-    started = private(operators, name, purpose)(x, *arguments)
-    wait: Callable[[torch.Tensor], torch.Tensor] = private(operators, "wait_tensor", purpose)
-    return lambda: wait(started)
+    return start_traceable_collective("all_to_all_single", x, receives, sends, who.name)
 
 
 def by_messages(tensors: Tensors, linear_map: Map) -> Wait:
@@ -304,7 +296,7 @@ def _start_messages(
     """
     who = linear_map.call.who
     group = cast("dist.ProcessGroup", who.group)
-    sends, receives = _addressed(outgoing, 1, linear_map), _addressed(incoming, -1, linear_map)
+    sends, receives = _messages(outgoing, 1, linear_map), _messages(incoming, -1, linear_map)
 
     def send() -> list[dist.Work]:
         return [group.send([part], rank, tag) for part, rank, tag in sends]
@@ -347,7 +339,7 @@ def _start_messages(
     return wait
 
 
-def _addressed(
+def _messages(
     parts: Sequence[torch.Tensor | None], step: int, linear_map: Map
 ) -> list[tuple[torch.Tensor, int, int]]:
     """Return the messages, each with its other rank and its tag: the next rank first, or the one before."""

@@ -300,13 +300,13 @@ class Handle(Generic[T]):
             )
         if not self._result:
             try:
-                self._result.append(self._finished())
+                self._result.append(self._finish())
             except Exception as error:
                 self._error = same_error(error)  # without the frames, which hold this handle
                 raise
         return self._result[0]
 
-    def _finished(self) -> T:
+    def _finish(self) -> T:
         """Return the result, in the modes of the start; a checkpoint around it does not see what it saves."""
         if is_traced():
             return _complete(self._then(*self._arrive()))

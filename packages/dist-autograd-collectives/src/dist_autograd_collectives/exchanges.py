@@ -187,8 +187,8 @@ def all_to_all_dim(
         uneven_dim=cat_dim,
         splits=(outgoing, list(map(math.prod, shapes_of_parts(known)))) if known else None,
     )
-    told = lengths if cat_dim == split_dim else (kept[cat_dim],) * who.size
-    received = known or exchange_lengths(told, tensor, call)
+    own = lengths if cat_dim == split_dim else (kept[cat_dim],) * who.size
+    received = known or exchange_lengths(own, tensor, call)
     parts = shapes_of_parts(received)
     incoming = tuple(map(math.prod, parts))
     # The split dimension goes first, so that every part is contiguous in memory.

@@ -123,10 +123,10 @@ def reduce(
         summand = reduction.summand(tensor)
         return step(Map("reduce", call, root), [summand], reduction.result)
 
-    def reduced(rows: torch.Tensor) -> torch.Tensor:
+    def reduce_rows(rows: torch.Tensor) -> torch.Tensor:
         return reduction.reduce(rows) if who.rank == root else zeros_after(rows, tensor)
 
-    return step(Map("gather", call, root), [tensor.unsqueeze(0)], reduced)
+    return step(Map("gather", call, root), [tensor.unsqueeze(0)], reduce_rows)
 
 
 @collective
@@ -354,11 +354,11 @@ def reduce_scatter_dim_coalesced(
     parts = [join([tensor[rank] for tensor in cut]) for rank in range(who.size)]
     shapes = [tensor.shape[1:] for tensor in cut]
 
-    def separated(flat: torch.Tensor) -> Tensors:
+    def separate(flat: torch.Tensor) -> Tensors:
         pairs = zip(pieces(flat, shapes), dims, strict=True)
         return tuple(piece.movedim(0, place) for piece, place in pairs)
 
-    return _reduce_for_each(parts, call, reduction, separated)
+    return _reduce_for_each(parts, call, reduction, separate)
 
 
 def _reduce_for_each(

@@ -45,6 +45,7 @@ __all__ = [
     "private",
     "profiler_range",
     "reduce_scatter_single",
+    "start_traceable_collective",
     "surrounding_nodes",
     "tensor_version",
     "traceable_collective",
@@ -245,10 +246,13 @@ def reduce_scatter_single(
     return cast("dist.Work | None", scatter(output, input, op, group=group, async_op=async_op))
 
 
-def traceable_collective(name: str, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """Return the result of a collective that ``torch.compile`` sees, in new memory; for graphs only.
+def start_traceable_collective(
+    name: str, tensor: torch.Tensor, *arguments: Any
+) -> Callable[[], torch.Tensor]:
+    """Start a collective that ``torch.compile`` sees; return a function that waits for its result.
 
-    The public functions over these operators have gradients of their own. No public name up to torch 2.15.
+    The result is in new memory. The public functions over these operators have gradients of their own. No
+    public name up to torch 2.15.
 
     Args:
         name: Its name among the operators ``torch.ops._c10d_functional``.
@@ -256,12 +260,18 @@ def traceable_collective(name: str, tensor: torch.Tensor, *arguments: Any) -> to
         arguments: What else the operator takes; the group by its ``group_name``.
 
     Example:
-        >>> total = traceable_collective("all_reduce", x, "sum", group.group_name)  # doctest: +SKIP
+        >>> wait = start_traceable_collective("all_reduce", x, "sum", group.group_name)  # doctest: +SKIP
+        >>> total = wait()  # doctest: +SKIP
     """
-    operators, purpose = torch.ops._c10d_functional, "collectives under torch.compile"  # noqa: SLF001
+    operators, purpose = torch.ops._c10d_functional, "collectives that torch.compile sees"  # noqa: SLF001
     started = private(operators, name, purpose)(tensor, *arguments)
-    result: torch.Tensor = private(operators, "wait_tensor", purpose)(started)
-    return result
+    wait: Callable[[torch.Tensor], torch.Tensor] = private(operators, "wait_tensor", purpose)
+    return lambda: wait(started)
+
+
+def traceable_collective(name: str, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Return the result of :func:`start_traceable_collective` at once."""
+    return start_traceable_collective(name, tensor, *arguments)()
 
 
 _NO_RANGE: contextlib.AbstractContextManager[object] = contextlib.nullcontext()

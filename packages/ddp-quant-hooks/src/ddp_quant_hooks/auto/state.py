@@ -20,7 +20,7 @@ from ddp_compress_hooks import CompressState, allreduce_hook, bf16_compress_hook
 from ddp_quant_hooks.auto.choice import Choice
 from ddp_quant_hooks.auto.trial import Mark, Trial, TrialPass, largest_of_ranks
 from ddp_quant_hooks.feedback.step import Kind, Step
-from ddp_quant_hooks.hook import checked_buffer, quantized_allreduce_hook
+from ddp_quant_hooks.hook import check_buffer, quantized_allreduce_hook
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from dist_utils import GroupLike, resolve_group, torch_compat
 from dist_utils.comm_hooks import (
@@ -125,10 +125,10 @@ class AutoState(HookState):
         max_error: float | None = _MAX_ERROR,
     ) -> None:
         super().__init__(process_group)
-        self.max_error = _checked_limit(max_error)
+        self.max_error = _check_limit(max_error)
         self._given = candidates
         self.candidates: Mapping[str, Candidate] = (
-            default_candidates(self._group) if candidates is None else _checked_candidates(candidates)
+            default_candidates(self._group) if candidates is None else _check_candidates(candidates)
         )
         """The candidates, by name."""
         self._agreed: weakref.ref[dist.ProcessGroup] | None = None
@@ -224,7 +224,7 @@ class AutoState(HookState):
 
         See :meth:`QuantizedAllreduceState.discard_step`.
         """
-        if (state := self._quantized(self._in_use)) is not None:
+        if (state := self._quantized_state(self._in_use)) is not None:
             state.discard_step()
 
     def close(self) -> None:
@@ -261,7 +261,7 @@ class AutoState(HookState):
         Cost:
             Waits for the buckets that are being averaged. A copy of the residuals.
         """
-        chosen = None if self.choice is None else self._quantized(self.choice.candidate)
+        chosen = None if self.choice is None else self._quantized_state(self.choice.candidate)
         return {
             "version": _VERSION,
             "candidates": list(self.candidates),
@@ -290,19 +290,19 @@ class AutoState(HookState):
         """
         if torch_compat.inside_backward():
             raise RuntimeError("load_state_dict() inside backward(): call it between two steps")
-        choice = self._checked_choice(state)
+        choice = self._saved_choice(state)
         if choice is None:
             self._loaded = None
             self._begin_trial()
             self.close()
             return
-        if (quantized := self._quantized(choice.candidate)) is not None:
-            quantized.take_over(quantized.checked(state["residuals"], model))
+        if (quantized := self._quantized_state(choice.candidate)) is not None:
+            quantized.take_over(quantized.residuals_of(state["residuals"], model))
         self._loaded = choice.candidate
         self._choose(choice)
         self.close()
 
-    def _checked_choice(self, state: object) -> Choice | None:
+    def _saved_choice(self, state: object) -> Choice | None:
         """Return a saved choice, or raise as :meth:`load_state_dict`."""
         if not isinstance(state, dict):
             raise TypeError(
@@ -315,9 +315,9 @@ class AutoState(HookState):
         try:
             if state["choice"] is None:
                 return None
-            choice = Choice(**{one.name: state["choice"][one.name] for one in fields(Choice)})
-            fits = (state["residuals"] is None) == (self._quantized(choice.candidate) is None)
-        except (KeyError, TypeError, AttributeError) as error:
+            choice = _read_choice(state["choice"])
+            fits = (state["residuals"] is None) == (self._quantized_state(choice.candidate) is None)
+        except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not a choice that state_dict() returned: {error!r}") from error
         if not fits:
             raise ValueError(f"of {choice.candidate!r}, either the saved or this one has no residuals")
@@ -326,7 +326,7 @@ class AutoState(HookState):
     def _known_errors(self) -> dict[str, str]:
         """Return why some candidates are not tried, by name, as far as it is known before."""
         limit = math.inf if self.max_error is None else self.max_error
-        quantized = {name: self._quantized(name) for name in self.candidates}
+        quantized = {name: self._quantized_state(name) for name in self.candidates}
         least = {name: _LEAST_ERROR[state.options.bits] for name, state in quantized.items() if state}
         return {
             name: f"max_error {limit:.2g} is below {error:.2g}, which few bits can hardly have"
@@ -334,7 +334,7 @@ class AutoState(HookState):
             if error > limit
         }
 
-    def _quantized(self, name: str) -> QuantizedAllreduceState | None:
+    def _quantized_state(self, name: str) -> QuantizedAllreduceState | None:
         """Return a candidate's state, if it is one that may have residuals."""
         state = self.candidates[name].state
         return state if isinstance(state, QuantizedAllreduceState) else None
@@ -386,7 +386,7 @@ class AutoState(HookState):
         """Switch to a candidate, and drop residuals: they would be of a gradient from long ago."""
         before, self._in_use = self._in_use, name
         for one in {before, name} if anew or before != name else ():
-            if (state := self._quantized(one)) is not None:
+            if (state := self._quantized_state(one)) is not None:
                 state.wait()
                 state.feedback.forget()
 
@@ -421,7 +421,7 @@ def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torc
     """
     if not isinstance(state, AutoState):
         raise TypeError(f"auto_hook needs an AutoState as its state, got {type(state).__name__}")
-    buffer = checked_buffer("auto_hook", bucket)
+    buffer = check_buffer("auto_hook", bucket)
     state.bucket_came()
     if state.process_group.size() == 1:
         return completed_future(buffer)
@@ -443,7 +443,7 @@ def _try(name: str, candidate: Candidate, bucket: GradBucket) -> torch.futures.F
     return averaged
 
 
-def _checked_limit(max_error: object) -> float | None:
+def _check_limit(max_error: object) -> float | None:
     if max_error is None:
         return None
     if not isinstance(max_error, (int, float)) or isinstance(max_error, bool):
@@ -453,7 +453,7 @@ def _checked_limit(max_error: object) -> float | None:
     return max_error
 
 
-def _checked_candidates(candidates: object) -> dict[str, Candidate]:
+def _check_candidates(candidates: object) -> dict[str, Candidate]:
     if not isinstance(candidates, Mapping):
         raise TypeError(f"candidates must be a mapping of names, got {type(candidates).__name__}")
     if not candidates:
@@ -463,3 +463,13 @@ def _checked_candidates(candidates: object) -> dict[str, Candidate]:
         if not (isinstance(name, str) and both):
             raise TypeError(f"candidates must be pairs of a state and a hook by name, got {name!r}: {pair!r}")
     return {name: Candidate(*pair) for name, pair in candidates.items()}
+
+
+def _read_choice(saved: Any) -> Choice:
+    """Return a saved choice; raises ``LookupError``, ``TypeError`` or ``AttributeError`` for others."""
+    choice = Choice(**{one.name: saved[one.name] for one in fields(Choice)})
+    names = [choice.candidate, choice.why, *choice.seconds, *choice.errors]
+    numbers = [*choice.seconds.values(), *choice.errors.values()]
+    if {*map(type, names)} != {str} or {*map(type, numbers)} - {float}:
+        raise TypeError("candidate and why must be strings, seconds and errors numbers by name")
+    return choice

@@ -204,7 +204,7 @@ class Trial:
         """Give each candidate a turn; then, as the next pass begins, exchange what the turns have shown."""
         turns: dict[str, tuple[TrialPass, list[Mark]]] = {}
         for name in names if number % 2 else reversed(names):
-            first = self._pass(name, self._sampled_in(number, sizes))
+            first = self._pass(name, self._sample_of(number, sizes))
             yield first
             marks = [self._began]
             for _ in range(_TIMED if number else 0):
@@ -218,7 +218,7 @@ class Trial:
         if number:
             self._rounds.append(seconds)
 
-    def _sampled_in(self, number: int, sizes: Sequence[int]) -> int | None:
+    def _sample_of(self, number: int, sizes: Sequence[int]) -> int | None:
         """Return which bucket is sampled in a round: the largest one, then the next; never a sparse one."""
         dense = sorted((place for place, size in enumerate(sizes) if size), key=lambda place: -sizes[place])
         return dense[number % len(dense)] if dense and self._max_error is not None else None

@@ -10,7 +10,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from typing import TypeAlias
 
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from ddp_quant_hooks import kernels
 from ddp_quant_hooks.exchange.plan import Chunk, Delivery, Lost, Plan, Stage, Way
 from ddp_quant_hooks.exchange.scratch import Scratch
-from ddp_quant_hooks.exchange.values import Exchange, Values
+from ddp_quant_hooks.exchange.values import Values, put_back
 from ddp_quant_hooks.feedback.store import BucketResiduals
 from ddp_quant_hooks.kernels import Layout
 from dist_utils import start_messages
@@ -28,6 +27,9 @@ from dist_utils import start_messages
 _LAG = 1
 """How many chunks are started between two turns of a chunk."""
 
+
+Exchange: TypeAlias = Generator[None, None, None]
+"""An exchange of some values: it pauses wherever it would wait."""
 
 NotFinite: TypeAlias = Callable[[torch.Tensor], None]
 
@@ -73,7 +75,7 @@ def average(group: dist.ProcessGroup, task: Task, values: Values, scratches: lis
 
     def exchange(index: int, chunk: Chunk, scratch: Scratch) -> Exchange:
         of_chunk = _ChunkExchange(group, task, scratch, index)
-        return values.exchanged(chunk.span, scratch, partial(of_chunk.average, chunk.stage))
+        return of_chunk.average(chunk.stage, values.parts(chunk.span))
 
     _take_turns(task.plan, exchange, scratches, values.device)
 
@@ -154,8 +156,9 @@ class _ChunkExchange:
     scratch: Scratch
     index: int
 
-    def average(self, stage: Stage, values: torch.Tensor) -> Exchange:
-        """Average the flat chunk in place: all ranks decode the same messages of its mean."""
+    def average(self, stage: Stage, parts: Sequence[torch.Tensor]) -> Exchange:
+        """Average the parts of the chunk in place: all ranks decode the same messages of its mean."""
+        values = self._join(parts)
         answers = self.scratch.take(stage.answers.total)
         yield from self._answer(stage, values, answers)
         messages: list[Sequence[torch.Tensor]] = []
@@ -163,14 +166,16 @@ class _ChunkExchange:
         for shard, pieces in zip(stage.answers.shards(answers), stage.pieces, strict=True):
             lengths += pieces
             copies = [length for length in pieces for _ in range(stage.copies)]
-            parts = torch.split(shard, [stage.answer.message_bytes(length) for length in copies])
-            messages += [parts[first : first + stage.copies] for first in range(0, len(parts), stage.copies)]
+            each = torch.split(shard, [stage.answer.message_bytes(length) for length in copies])
+            messages += [each[first : first + stage.copies] for first in range(0, len(each), stage.copies)]
         self._restore(messages, lengths, stage.answer, values)
+        if len(parts) > 1:
+            put_back(parts, values)
 
     def reduce_scatter(self, chunk: Chunk, parts: torch.Tensor, mean: torch.Tensor) -> Exchange:
         """Average all ranks' values for this rank's shard."""
         stage, delivery = chunk.stage, chunk.delivery
-        values = parts.view(-1) if parts.is_contiguous() else self._joined(list(parts))
+        values = parts.view(-1) if parts.is_contiguous() else self._join(list(parts))
         if delivery is None:
             incoming = yield from self._scatter_few_bits(stage, values)
         else:
@@ -240,9 +245,7 @@ class _ChunkExchange:
             return sums
         parts = torch.split(values, list(stage.lengths))
         outgoing = [
-            self._joined(
-                [parts[shard] for shard, owner in enumerate(stage.outgoing.owners) if owner == place]
-            )
+            self._join([parts[shard] for shard, owner in enumerate(stage.outgoing.owners) if owner == place])
             for place in range(len(stage.ranks))
         ]
         incoming = [self.scratch.take(sum(lengths), values.dtype) for _ in stage.ranks]
@@ -293,7 +296,7 @@ class _ChunkExchange:
         )
         return incoming
 
-    def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return values in one tensor; a single part is not copied."""
         if len(parts) == 1:
             return parts[0]

@@ -250,7 +250,7 @@ class FeedbackState(HookState):
                 does not have, or of another length or memory format than here; nothing is changed.
             RuntimeError: Inside ``backward()`` or :meth:`step`.
         """
-        self.take_over(self.checked(state, model))
+        self.take_over(self.residuals_of(state, model))
 
     def gather_state_dict(
         self, model: torch.nn.Module | None = None, *, dst: int = 0
@@ -276,7 +276,7 @@ class FeedbackState(HookState):
         with self._on_every_rank(f"gather_state_dict(dst={dst})"):
             me, at = group.rank(), group_rank(group, dst)
             own = self.state_dict(model)
-        data = None if me == at else _written(own)
+        data = None if me == at else _file_bytes(own)
         lengths = all_gather_plain(group, 0 if data is None else data.numel())
         if data is not None:
             _send(group, data, at)
@@ -311,17 +311,17 @@ class FeedbackState(HookState):
         with self._on_every_rank(f"scatter_state_dict(src={src})"):
             me, source = group.rank(), group_rank(group, src)
             parts = _parts(gathered, group.size()) if me == source else []
-            data = [_written(part) for part in parts]
+            data = [_file_bytes(part) for part in parts]
         lengths = all_gather_plain(group, [one.numel() for one in data])[source]
         with self._on_every_rank(""):
             for rank in range(len(data)):
                 if rank != me:
                     _send(group, data[rank], rank)
             mine = parts[me] if me == source else _receive(group, lengths[me], source)
-            checked = self.checked(mine, model)
+            checked = self.residuals_of(mine, model)
         self.take_over(checked)
 
-    def checked(self, state: dict[str, Any], model: torch.nn.Module | None = None) -> Saved:
+    def residuals_of(self, state: dict[str, Any], model: torch.nn.Module | None = None) -> Saved:
         """Return what :meth:`load_state_dict` would take over. Raises what that raises; changes nothing."""
         _refuse_inside_backward("load_state_dict()")
         if self.feedback.step_is_open:
@@ -350,19 +350,19 @@ class FeedbackState(HookState):
                         f"the residuals are of {name} {state.get(name)!r:.200}, but here it is {value!r}, on "
                         f"rank {self.process_group.rank()}"
                     )
-            lengths, of_tensors = dict(state["lengths"]), state["of_tensors"]
+            steps, of_tensors, lengths = _count(state["steps"]), state["of_tensors"], dict(state["lengths"])
             if known is None:
                 known = {name: Key(name, count) for name, count in lengths.items()}
             residuals = [
-                (_owner(name, count, state["strides"][name], known), _residuals(name, state))
+                (_owner(name, _count(count), state["strides"][name], known), _residuals(name, state))
                 for name, count in lengths.items()
             ]
-            return Saved(residuals, int(state["steps"]), of_tensors, places)
+            return Saved(residuals, steps, of_tensors, places)
         except (KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(f"these are not residuals that state_dict() returned: {error!r:.200}") from error
 
     def take_over(self, checked: Saved) -> None:
-        """Continue from what :meth:`checked` returned."""
+        """Continue from what :meth:`residuals_of` returned."""
         self.wait()
         self.feedback.load(checked.residuals, checked.steps, of_tensors=checked.of_tensors)
         self.places = checked.places or self.places
@@ -374,7 +374,7 @@ class FeedbackState(HookState):
         problem: Exception | None = None
         try:
             yield
-        except (TypeError, ValueError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             problem = error
         require_same_tensors(self.process_group, TensorClaim([], call), problem)
 
@@ -387,6 +387,13 @@ def _refuse_inside_backward(call: str) -> None:
 def _strides(owner: Owner) -> tuple[int, ...]:
     """Return the order of an owner's values in a bucket: the strides of its gradient."""
     return () if isinstance(owner, Key) else torch.empty_like(owner, device="meta").stride()
+
+
+def _count(number: object) -> int:
+    """Return a count from a file; raises ``TypeError`` if it is none."""
+    if type(number) is not int or number < 0:
+        raise TypeError(f"{number!r} is not a count")
+    return number
 
 
 def _owner(name: str, count: int, strides: tuple[int, ...], known: Mapping[str, Owner]) -> Owner:
@@ -405,7 +412,8 @@ def _owner(name: str, count: int, strides: tuple[int, ...], known: Mapping[str, 
 def _residuals(name: str, state: dict[str, Any]) -> OwnerResiduals:
     """Return the residuals of one owner, if they are numbers that a gradient may be added to."""
     kinds = [[Piece(*piece) for piece in state[kind].get(name, ())] for kind in _KINDS]
-    for _, _, values in (piece for pieces in kinds for piece in pieces):
+    for start, _, values in (piece for pieces in kinds for piece in pieces):
+        _count(start)
         # One that is not finite would make every later gradient NaN.
         if values.dim() != 1 or not values.to(RESIDUAL_DTYPE).isfinite().all():
             raise ValueError(f"the residual {name!r:.200} has values that are not finite in {RESIDUAL_DTYPE}")
@@ -429,7 +437,7 @@ def _parts(gathered: object, world_size: int) -> list[Any]:
     return ranks
 
 
-def _written(part: Any) -> torch.Tensor:
+def _file_bytes(part: Any) -> torch.Tensor:
     """Return a rank's residuals as ``torch.save`` writes them, as bytes on the CPU.
 
     ``torch.distributed``'s collectives of objects unpickle what a peer has sent, which may run any code.

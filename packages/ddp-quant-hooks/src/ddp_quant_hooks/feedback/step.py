@@ -7,6 +7,7 @@ import enum
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -48,7 +49,7 @@ class Outcome:
         self._flags.append(flag)
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Note an error in the block: the step does not count."""
         try:
             yield
@@ -58,7 +59,7 @@ class Outcome:
 
     def of(self, done: torch.futures.Future[T]) -> T:
         """Return the value of an exchange's future, or note its error. For callbacks."""
-        with self.watching():
+        with self.watch():
             return done.value()
 
     def of_mean(self, done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
@@ -113,7 +114,7 @@ class Step:
         # Reentrant checkpoints run passes inside the pass; a bucket or a call may come in any of them.
         self._tasks: set[int] = set()
         self._surrounded = False
-        self._root: weakref.ref[torch.Tensor] | None = None  # of the outermost pass
+        self._outermost: Callable[[], _Pass | None] = lambda: None  # the pass around all of them
         self._last_index = -1
         self._keys: set[str] = set()
         self._used: torch.Tensor | None = None
@@ -151,9 +152,8 @@ class Step:
             return True  # this very task, or one around those seen before
         if index is not None:
             return index > self._last_index and torch_compat.inside_nested_backward()
-        if self.ended_well or not torch_compat.inside_nested_backward():
-            return False
-        return _outermost_root() is (None if self._root is None else self._root())
+        outermost = None if self.ended_well else _outermost_pass()
+        return outermost is not None and outermost is self._outermost()
 
     def add_bucket(self, task: int, bucket: Bucket) -> None:
         """Note a bucket that belongs to this step, before it is averaged."""
@@ -172,8 +172,8 @@ class Step:
         if self.kind is Kind.BLOCK or task in self._tasks:
             return
         self._add(task)
-        root = _outermost_root()
-        self._root = None if root is None else weakref.ref(root)
+        if not self.outside and (outermost := _outermost_pass()) is not None:
+            self._outermost = weakref.ref(outermost)
 
     def use(self, keys: Sequence[str]) -> None:
         """Note that a call has these keys.
@@ -251,19 +251,31 @@ def _after_surrounding_backward(callback: Callable[[], None]) -> bool:
     return True
 
 
-def _outermost_root() -> torch.Tensor | None:
-    """Return a root tensor of the outermost backward pass around this call.
+class _Pass:
+    """Lives as long as a backward pass: in the variables of torch's function that runs it."""
 
-    ``None`` where the stack does not show it: outside of any pass, and on the engine's threads for
-    accelerators. Costs a walk up the stack. torch has no name for it up to 2.15.
+
+def _outermost_pass() -> _Pass | None:
+    """Return the outermost backward pass around this call; ``None`` if several threads are in one.
+
+    Nodes of an accelerator run on threads of the engine, while the thread that has called ``backward()``
+    waits. Costs a walk up the stacks. torch has no name for it up to 2.15.
     """
+    found = _beginning_of_pass(sys._getframe())  # noqa: SLF001
+    if found is None:
+        elsewhere = [one for one in map(_beginning_of_pass, sys._current_frames().values()) if one]  # noqa: SLF001
+        found = elsewhere[0] if len(elsewhere) == 1 else None
+    return None if found is None else found.f_locals.setdefault("ddp_quant_hooks_pass", _Pass())
+
+
+def _beginning_of_pass(frame: FrameType | None) -> FrameType | None:
+    """Return the frame of a stack in which torch runs its outermost pass, if that began on this thread."""
     engine = torch_compat.private("torch.autograd.graph", "_engine_run_backward", "steps of nested passes")
-    outermost, frame = None, sys._getframe().f_back  # noqa: SLF001
+    outermost = None
     while frame is not None:
         if frame.f_code is engine.__code__:
             outermost = frame
         elif frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
             outermost = None  # a node of a pass further out
         frame = frame.f_back
-    roots = () if outermost is None else outermost.f_locals["t_outputs"]
-    return next((root for root in roots if isinstance(root, torch.Tensor)), None)
+    return outermost

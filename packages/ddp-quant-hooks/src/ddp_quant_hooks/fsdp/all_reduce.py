@@ -75,7 +75,7 @@ class _BetweenNodes(Handle):
                 "mesh=mesh['shard']) with one dimension, the ranks of a node (instead of replicate(): a mesh "
                 "of one rank), and give the state the other: the ranks with the same shard on all nodes"
             )
-        if module.called(self._record) is not None:
+        if module.reduction(self._record) is not None:
             raise ValueError(f"module {module.name!r} has an all-reduce hook")
         shared = sorted(set(ranks) & set(module.shard_ranks) - {dist.get_rank()})
         if shared:

@@ -79,7 +79,7 @@ class ShardedModule(NamedTuple):
         older = getattr(self.group, "reduce_scatter_divide_factor", None)  # its name before torch 2.8
         return getattr(self.group, "gradient_divide_factor", older) is not None
 
-    def called(self, record: str) -> Any:
+    def reduction(self, record: str) -> Any:
         """Return what FSDP calls for its gradients, by the name in FSDP's record."""
         return private(self.group, record, _PURPOSE)
 
@@ -102,13 +102,13 @@ class Handle(ABC):
 
     def __init__(self, model: torch.nn.Module, state: QuantizedAllreduceState) -> None:
         self._model, self._state = model, state
-        modules = self._agreed_modules()
+        modules = self._agree_on_modules()
         self.keys = [module.name for module in modules]
         self._complete = False
         self._replaced: list[tuple[ShardedModule, Any, Any]] = []
         for module in modules:
             ours = self._hook_of(module, partial(self._key_of, module.name))
-            self._replaced.append((module, ours, module.called(self._record)))
+            self._replaced.append((module, ours, module.reduction(self._record)))
             getattr(module.module, self._method)(ours)
         _handles[id(state)] = self
 
@@ -123,7 +123,7 @@ class Handle(ABC):
     def remove(self) -> None:
         """Restore what FSDP did before. Residuals stay in the state. A second call does nothing."""
         for module, ours, before in self._replaced:
-            if module.called(self._record) is ours:  # not the user's own, set later
+            if module.reduction(self._record) is ours:  # not the user's own, set later
                 getattr(module.module, self._method)(before)
             _handles.pop(id(self._state), None)
         self._replaced.clear()
@@ -156,7 +156,7 @@ class Handle(ABC):
             )
         self._complete = True
 
-    def _agreed_modules(self) -> list[ShardedModule]:
+    def _agree_on_modules(self) -> list[ShardedModule]:
         """Return the model's FSDP modules, if no rank has a reason to refuse."""
         name, model, state = self._name, self._model, self._state
         if not isinstance(state, QuantizedAllreduceState):

@@ -53,7 +53,7 @@ class _AcrossShards(Handle):
 
     def _refuse_module(self, module: ShardedModule, ranks: list[int]) -> None:
         """Raise unless ``ranks`` are those that this module is sharded over."""
-        if isinstance(module.called(self._record), _ReduceScatter):
+        if isinstance(module.reduction(self._record), _ReduceScatter):
             raise ValueError(f"module {module.name!r} has the reduce-scatter of another state")  # noqa: TRY004
         if module.shard_ranks != ranks:
             raise ValueError(

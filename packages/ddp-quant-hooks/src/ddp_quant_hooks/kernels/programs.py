@@ -244,14 +244,14 @@ def _open_cache(folder: Path) -> Any:
         for part in (folder, folder / "entries", folder / "tmp"):
             make_own_folder(part)
         refuse_foreign_folder(folder)
-        return _checked_cache()(folder)
+        return _cache_class()(folder)
     except OSError as error:
         _log.warning("compiled kernels are not kept on disk: %s", error)
         return None
 
 
 @functools.cache
-def _checked_cache() -> Any:
+def _cache_class() -> Any:
     from cuda.core.utils import FileStreamProgramCache  # noqa: PLC0415 - optional
 
     class CheckedCache(FileStreamProgramCache):  # type: ignore[misc] # has no types

@@ -12,7 +12,7 @@ _PEAK = 0.25
 _PEAKED = {127.0: 3, 7.0: 2}
 
 
-def rotated_where_it_pays(
+def rotate_where_it_pays(
     blocks: torch.Tensor, scale: torch.Tensor, levels: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return all blocks rotated, and the scales to send: negative for blocks that are sent rotated.
@@ -33,12 +33,12 @@ def rotated_where_it_pays(
     return rotated, torch.where(peaked & allowed & (largest < scale * root), -largest, scale)
 
 
-def restoring(scale: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Return the factors that the numbers of rotated blocks need before :func:`restored`."""
+def restore_factors(scale: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return the factors that the numbers of rotated blocks need before :func:`restore`."""
     return -scale * (1.0 / layout.block_size)
 
 
-def restored(rotated: torch.Tensor) -> torch.Tensor:
+def restore(rotated: torch.Tensor) -> torch.Tensor:
     """Undo the rotation of blocks, given rotated values divided by the block size."""
     return _transform(rotated) * _signs(rotated.shape[1], rotated.device)
 

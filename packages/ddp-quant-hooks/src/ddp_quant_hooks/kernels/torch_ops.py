@@ -76,10 +76,10 @@ def _encode_blocks(
     finite = largest < _INFINITY_BITS
     has_numbers = finite & (largest > 0)
     scale = torch.where(finite, largest.view(torch.float32), torch.nan)
-    scaled = torch.where(has_numbers, _scaled(blocks, scale, levels), 0.0)
+    scaled = torch.where(has_numbers, _scale(blocks, scale, levels), 0.0)
     if layout.rotate:
-        rotated, sent = rotation.rotated_where_it_pays(blocks, scale, levels)
-        from_rotated = torch.where(sent < 0, _scaled(rotated, -sent, levels), 0.0)
+        rotated, sent = rotation.rotate_where_it_pays(blocks, scale, levels)
+        from_rotated = torch.where(sent < 0, _scale(rotated, -sent, levels), 0.0)
         scale, scaled = sent, torch.where(sent < 0, from_rotated, scaled)
     payload = _payload(scaled, layout.format)
     message[: payload.numel()] = payload
@@ -88,15 +88,15 @@ def _encode_blocks(
         numbers = _numbers(message, layout, count)
         restored = scale * (numbers * (1.0 / levels))
         if layout.rotate:
-            turned = rotation.restoring(scale, layout) * (numbers * (1.0 / levels))
-            restored = torch.where(scale < 0, rotation.restored(turned), restored)
+            turned = rotation.restore_factors(scale, layout) * (numbers * (1.0 / levels))
+            restored = torch.where(scale < 0, rotation.restore(turned), restored)
         lost = (blocks - restored).to(new_residual.dtype)
         kept = torch.zeros_like(lost) if residual is None else _in_blocks(residual, layout)
         lost = torch.where(has_numbers, lost, torch.where(finite, 0.0, kept))
         new_residual.copy_(lost.flatten()[:count])
 
 
-def _scaled(blocks: torch.Tensor, scale: torch.Tensor, levels: float) -> torch.Tensor:
+def _scale(blocks: torch.Tensor, scale: torch.Tensor, levels: float) -> torch.Tensor:
     one = torch.ones_like(scale)  # two Python numbers would give the default dtype
     shift = torch.where(scale < 2.0**-100, 2.0**64, torch.where(scale > 2.0**100, 2.0**-64, one))
     return (blocks * shift) * (torch.full_like(scale, levels) / (scale * shift))
@@ -114,7 +114,7 @@ def _mean(messages: Sequence[torch.Tensor], layout: Layout, count: int) -> torch
     are_rotated = scales.signbit() & layout.rotate
     for rotated in (True, False) if layout.rotate else (False,):
         for message, sent, is_rotated in zip(messages, scales, are_rotated, strict=True):
-            scale = rotation.restoring(sent, layout) if rotated else sent
+            scale = rotation.restore_factors(sent, layout) if rotated else sent
             value = (scale * shrink) * (_numbers(message, layout, count) * step)
             following = mean + (value - mean) * (one / (included + one))
             following = torch.where(included == 0, value, following)
@@ -122,7 +122,7 @@ def _mean(messages: Sequence[torch.Tensor], layout: Layout, count: int) -> torch
             mean = torch.where(takes_part, following, mean)
             included = included + takes_part
         if rotated:
-            mean = torch.where(included > 0, rotation.restored(mean), mean)
+            mean = torch.where(included > 0, rotation.restore(mean), mean)
     grown = (mean * (1.0 / _SHRINK)).clamp(-_LARGEST, _LARGEST)
     return torch.where(finite, torch.where(large, grown, mean), torch.nan)
 

@@ -23,7 +23,8 @@ class Advice:
 
     Attributes:
         hook: The name of the hook.
-        situation: ``"slow network"``, ``"fast network"`` or ``"busy processor"``.
+        situation: ``"slow network"`` if fewer bytes arrive sooner, ``"fast network"`` if they do not, or
+            ``"busy processor"``.
         reasons: Sentences, each with the numbers that it is based on.
     """
 
@@ -65,9 +66,8 @@ def advise(
     if busy := _about_processor(exchanges[plain], min(1.0, cores_per_rank)):
         situation, why = "busy processor", busy
     took = f"{milliseconds(exchanges[plain].seconds)} ms for {exchanges[plain].size / 2**20:g} MiB"
-    first = f"{situation.capitalize()}: {plain} takes {took}{why}."
     reasons = [
-        f"{first} {_about_bytes(exchanges, plain, taken, sooner)}",
+        f"{plain} takes {took}{why}. {_about_bytes(exchanges, plain, taken, sooner)}",
         *_about_buckets(hooks, plain, taken),
     ]
     if (error := exchanges[taken].relative_error) >= 1e-6:

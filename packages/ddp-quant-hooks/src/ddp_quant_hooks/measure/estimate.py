@@ -136,7 +136,7 @@ def play_step(compute: float, buckets: Sequence[Exchange], copy_per_byte: float 
 def _of_size(exchanges: Sequence[Exchange], size: int) -> Exchange:
     """Return what a bucket of another size would take."""
     alone, beside, lost = (
-        _interpolated([(exchange.size, getattr(exchange, times)) for exchange in exchanges], size)
+        _interpolate([(exchange.size, getattr(exchange, times)) for exchange in exchanges], size)
         for times in ("seconds", "seconds_beside", "seconds_lost")
     )
     beside = max(alone, beside)
@@ -145,7 +145,7 @@ def _of_size(exchanges: Sequence[Exchange], size: int) -> Exchange:
     )
 
 
-def _interpolated(points: Sequence[tuple[int, float]], size: int) -> float:
+def _interpolate(points: Sequence[tuple[int, float]], size: int) -> float:
     """Return the value at ``size`` on straight lines through measured points, by rising size.
 
     Outside of them the nearest line continues, but never below zero: a time that grows with the size is not

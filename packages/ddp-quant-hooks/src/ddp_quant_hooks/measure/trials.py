@@ -16,7 +16,7 @@ from ddp_compress_hooks import bf16_compress_hook
 from ddp_quant_hooks.auto.state import default_candidates
 from ddp_quant_hooks.measure.links import Ranks, synchronize
 from ddp_quant_hooks.states import QuantizedAllreduceState
-from ddp_quant_hooks.statistics import sent_around_ring
+from ddp_quant_hooks.statistics import bytes_around_ring
 from dist_utils.comm_hooks import CommHook
 
 Progress = Callable[[float, str], None]
@@ -157,7 +157,7 @@ class _Runner:
         seconds, copying, cpu, _ = self._average(trial)
         error = float((trial.buffer[:_BLOCK] - self._mean).norm() / self._mean.norm())
         if before is None:
-            sent, to_hosts = self._sent_around_ring(trial)
+            sent, to_hosts = self._bytes_around_ring(trial)
         else:
             done = state.statistics - before
             sent, to_hosts = done.bytes_sent, done.bytes_between_hosts
@@ -212,14 +212,14 @@ class _Runner:
         query: Callable[[], bool] = event.query
         return query
 
-    def _sent_around_ring(self, trial: _Trial) -> tuple[float, float]:
+    def _bytes_around_ring(self, trial: _Trial) -> tuple[float, float]:
         """Return how many bytes this rank has sent in a ring, and how many of them to another host."""
         hosts, rank = self._ranks.hosts, self._ranks.group.rank()
         ring = list(range(len(hosts)))
         if not self._ranks.on_host:  # NCCL's ring enters every host once
             ring.sort(key=hosts.__getitem__)
         nbytes = trial.size // (2 if trial.hook is bf16_compress_hook else 1)
-        return sent_around_ring(nbytes, ring, hosts, rank)
+        return bytes_around_ring(nbytes, ring, hosts, rank)
 
 
 def _bucket(buffer: torch.Tensor) -> Any:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import ddp_compress_hooks
 from ddp_quant_hooks.exchange.values import Values
 from ddp_quant_hooks.states import QuantizedAllreduceState
-from ddp_quant_hooks.tensors.calls import Call, Future, Tensors, checked_state, never_traced
+from ddp_quant_hooks.tensors.calls import Call, Future, Tensors, check_state, outside_graphs
 from dist_utils.comm_hooks import checked_tensors, same_kind
 from dist_utils.process_groups import record_use
 
@@ -38,7 +38,7 @@ def all_reduce(
 ) -> Future: ...
 
 
-@never_traced
+@outside_graphs
 def all_reduce(
     tensor: Tensors,
     op: Any = dist.ReduceOp.SUM,
@@ -91,7 +91,7 @@ def all_reduce(
         >>> state = QuantizedAllreduceState()  # doctest: +SKIP
         >>> all_reduce([p.grad for p in model.parameters()], dist.ReduceOp.AVG, state)  # doctest: +SKIP
     """
-    state, tensors = checked_state("all_reduce", group), checked_tensors("all_reduce", tensor)
+    state, tensors = check_state("all_reduce", group), checked_tensors("all_reduce", tensor)
     call = Call("all_reduce", state, tensors, op, key)
     terms: dict[str, object] = {}
     if state.exact_1d:

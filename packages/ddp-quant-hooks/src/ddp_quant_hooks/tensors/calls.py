@@ -63,7 +63,7 @@ class DefaultState(QuantizedAllreduceState):
 _default_state = DefaultState()
 
 
-def never_traced(fn: Callable[P, R]) -> Callable[P, R]:
+def outside_graphs(fn: Callable[P, R]) -> Callable[P, R]:
     """Return a function that ``torch.compile`` runs as it is, between two graphs.
 
     Like ``torch.compiler.disable``, which would import the compiler here, for seconds.
@@ -79,7 +79,7 @@ def never_traced(fn: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def checked_state(name: str, group: QuantizedAllreduceState | None) -> QuantizedAllreduceState:
+def check_state(name: str, group: QuantizedAllreduceState | None) -> QuantizedAllreduceState:
     """Return the state of a call.
 
     Raises:
@@ -180,7 +180,7 @@ class Call:
         with torch_compat.profiler_range(f"ddp_quant_hooks.{self._name}"), torch.inference_mode(False):
             try:
                 if filled and state.process_group.size() > 1:
-                    with self.step.outcome.watching():
+                    with self.step.outcome.watch():
                         state.require_same_call(self._name, terms, filled)
                         started = [future.then(self.step.outcome.of) for future in start()]
                 if result is None:

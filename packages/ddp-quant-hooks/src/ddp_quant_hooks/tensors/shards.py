@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ddp_quant_hooks.exchange.values import flat_real
 from ddp_quant_hooks.states import QuantizedAllreduceState
-from ddp_quant_hooks.tensors.calls import Call, Future, checked_state, never_traced
+from ddp_quant_hooks.tensors.calls import Call, Future, check_state, outside_graphs
 from dist_utils import torch_compat
 from dist_utils.comm_hooks import checked_tensors
 from dist_utils.process_groups import record_use
@@ -39,7 +39,7 @@ def reduce_scatter_tensor(
 ) -> Future: ...
 
 
-@never_traced
+@outside_graphs
 def reduce_scatter_tensor(
     output: torch.Tensor,
     input: torch.Tensor,  # noqa: A002 - as in torch.distributed
@@ -89,16 +89,16 @@ def reduce_scatter_tensor(
         >>> reduce_scatter_tensor(shard, gradients, dist.ReduceOp.AVG, state)  # doctest: +SKIP
     """
     name = "reduce_scatter_tensor"
-    state = checked_state(name, group)
+    state = check_state(name, group)
     world_size = state.process_group.size()
-    target, source = _checked_shards(name, world_size, output, input)
+    target, source = _check_shards(name, world_size, output, input)
     call = Call(name, state, [source], op, key)
     if world_size == 1:
         target.copy_(source.view(target.shape))
     return call.run(lambda: [_start(call, target, source)], output if async_op else None)
 
 
-def _checked_shards(
+def _check_shards(
     name: str, world_size: int, output: torch.Tensor, whole: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both tensors of a call, detached, if they fit each other and can be written in place."""

@@ -39,7 +39,7 @@ def buckets_only(hook: _Hook) -> _Hook:
     """
 
     @functools.wraps(hook)
-    def checked(*arguments: Any, **named: Any) -> Any:
+    def refuse_tensors(*arguments: Any, **named: Any) -> Any:
         if any(isinstance(argument, torch.Tensor) for argument in arguments):
             raise TypeError(
                 f"{hook.__name__} averages buckets of DistributedDataParallel, and FullyShardedDataParallel "
@@ -47,7 +47,7 @@ def buckets_only(hook: _Hook) -> _Hook:
             )
         return hook(*arguments, **named)
 
-    return cast("_Hook", checked)
+    return cast("_Hook", refuse_tensors)
 
 
 def is_pair(bucket: object) -> TypeGuard[tuple[torch.Tensor, torch.Tensor]]:

@@ -59,7 +59,7 @@ def sync_module_states(
     """
 
     def collect() -> tuple[list[str], list[torch.Tensor]]:
-        return _held(module, params_and_buffers_to_ignore, broadcast_buffers=broadcast_buffers)
+        return _contents(module, params_and_buffers_to_ignore, broadcast_buffers=broadcast_buffers)
 
     _sync(process_group, collect, broadcast_bucket_size, src, verify=verify)
 
@@ -129,7 +129,7 @@ def _sync(
     broadcast_tensors(group, tensors, bucket_bytes, src)
 
 
-def _held(
+def _contents(
     module: torch.nn.Module, params_and_buffers_to_ignore: Container[str], *, broadcast_buffers: bool
 ) -> tuple[list[str], list[torch.Tensor]]:
     """Return the names and tensors that a module holds: each tensor once, with all its names."""

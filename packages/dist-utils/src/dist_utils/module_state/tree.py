@@ -74,16 +74,16 @@ def replace_by_prefix(
     }
     metadata = getattr(state_dict, "_metadata", {})
     modules = {
-        name: (new_prefix + _dotted(name)[len(old_prefix) :]).removesuffix(".")
+        name: (new_prefix + _key_prefix(name)[len(old_prefix) :]).removesuffix(".")
         for name in metadata
-        if _dotted(name).startswith(old_prefix)
+        if _key_prefix(name).startswith(old_prefix)
     }
 
     def may_replace(old: str, new: str) -> bool:
-        return metadata[new] == metadata[old] or old.startswith(_dotted(new))
+        return metadata[new] == metadata[old] or old.startswith(_key_prefix(new))
 
-    renamed = _renamed("key", state_dict, keys, on_collision, lambda *_: False)
-    renamed_metadata = _renamed("version of", metadata, modules, on_collision, may_replace)
+    renamed = _rename("key", state_dict, keys, on_collision, lambda *_: False)
+    renamed_metadata = _rename("version of", metadata, modules, on_collision, may_replace)
     state_dict.clear()
     state_dict.update(renamed)
     if modules:
@@ -93,12 +93,12 @@ def replace_by_prefix(
         state_dict._metadata = new_metadata  # type: ignore[attr-defined] # noqa: SLF001 - no other way
 
 
-def _dotted(module: str) -> str:
+def _key_prefix(module: str) -> str:
     """Return the prefix of a module's keys. The root's name is empty."""
     return f"{module}." if module else ""
 
 
-def _renamed(
+def _rename(
     what: str,
     mapping: dict[Any, Any],
     names: dict[Any, str],

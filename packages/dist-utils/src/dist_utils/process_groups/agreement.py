@@ -125,8 +125,8 @@ def require_same_terms(
     group = resolve_group(process_group)
     return compare(
         group,
-        title if type(title) is str else "",
-        lambda: (terms_body(title, terms, timeout), ""),
+        title,
+        lambda: (terms_body(terms, timeout), ""),
         problem=problem,
         timeout=timeout,
     ).name
@@ -134,7 +134,7 @@ def require_same_terms(
 
 def compare(
     group: dist.ProcessGroup,
-    title: str,
+    title: object,
     describe: Callable[[], tuple[Any, str]],
     explain: Callable[[list[Claim], list[int]], str] | None = None,
     *,
@@ -145,7 +145,7 @@ def compare(
 
     Args:
         group: The ranks.
-        title: What this rank is about to do; compared, too.
+        title: What this rank is about to do; compared, too. Not being a string is a problem.
         describe: Returns what must be equal on all ranks, as JSON can hold it, and a short note for the other
             ranks, which need not be equal. What it raises is this rank's problem.
         explain: Gets the claims of all ranks and their global ranks, and says what differs. By default the
@@ -156,8 +156,9 @@ def compare(
     Raises:
         AgreementError: As :func:`require_same_terms`.
     """
-    body, note = None, ""
+    text, body, note = "", None, ""
     try:
+        text = _text(title)
         body, note = describe()
     except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         problem = error if problem is None else problem
@@ -166,8 +167,8 @@ def compare(
         if problem is not None:
             raise problem
         return Verdict(name=uuid.uuid4().hex, notes=(note,) * group.size())
-    text = "" if problem is None else error_text(problem) or "an error without text"
-    claim = Claim(title, body, text)
+    why = "" if problem is None else error_text(problem) or "an error without text"
+    claim = Claim(text, body, why)
     seconds = timeout.total_seconds() if timeout else timeout_seconds(group)
     # Equal problems on all ranks are no agreement.
     unique = uuid.uuid4().hex if claim.problem else ""
@@ -198,6 +199,12 @@ def compare(
         refusal.missing = tuple(verdict.missing)
         raise refusal
     return verdict
+
+
+def _text(title: object) -> str:
+    if not isinstance(title, str):
+        raise TypeError(f"a title or a name must be a string, got {type(title).__name__}")
+    return title
 
 
 _turns: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[threading.RLock, Iterator[int]]]
@@ -340,12 +347,8 @@ def _different_terms(claims: list[Claim], ranks: list[int]) -> str:
     return f"{claims[0].title} differs between ranks: {'; '.join(different)}"
 
 
-def terms_body(
-    title: str, terms: Mapping[str, object] | None, timeout: timedelta | None = None
-) -> dict[str, str]:
-    """Return terms as they are compared; raises if the arguments are wrong."""
-    if not isinstance(title, str):
-        raise TypeError(f"title must be a string, got {type(title).__name__}")
+def terms_body(terms: Mapping[str, object] | None, timeout: timedelta | None = None) -> dict[str, str]:
+    """Return terms as they are compared, in the order of their names; raises if the arguments are wrong."""
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a timedelta, got {type(timeout).__name__}")
     if timeout is not None and timeout <= timedelta(0):
@@ -353,7 +356,7 @@ def terms_body(
     for name in terms or {}:
         if not isinstance(name, str):
             raise TypeError(f"terms must have strings for names, got {name!r}")
-    return {name: term_text(value) for name, value in (terms or {}).items()}
+    return {name: term_text(value) for name, value in sorted((terms or {}).items())}
 
 
 def term_text(value: object) -> str:

@@ -9,11 +9,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dist_utils.process_groups.agreement import require_same_terms
+from dist_utils.process_groups.agreement import require_same_terms, terms_body
 from dist_utils.process_groups.errors import FirstError
 
 _MOST = 1 << 16
 """How many things about one object are remembered, by digests of 32 bytes; then all are compared anew."""
+
+_MOST_TEXTS = 1 << 10
+"""How many digests are remembered by the terms as they came, to save the time to order them."""
 
 
 class KnownTerms:
@@ -29,6 +32,7 @@ class KnownTerms:
     def __init__(self, failure: FirstError) -> None:
         self._failure = failure
         self._known: Any = WeakIdKeyDictionary()  # by what it is about: digests
+        self._digests: dict[str, bytes] = {}
 
     def require(
         self, group: dist.ProcessGroup, title: str, terms: Mapping[str, object], about: object | None = None
@@ -47,11 +51,26 @@ class KnownTerms:
         known: set[bytes] = self._known.setdefault(self if about is None else about, set())
         if len(known) >= _MOST:  # on all ranks at once, as all know the same
             known.clear()
-        key = hashlib.sha256(f"{title} {terms}".encode(errors="surrogatepass")).digest()
-        if key not in known:
-            try:
-                require_same_terms(group, title, terms)
-            except BaseException as error:  # an interrupt, too: the other ranks are told of it
-                self._failure.keep(error)
-                raise
-            known.add(key)
+        problem = None
+        try:
+            key = self._digest(title, terms)
+            if key in known:
+                return
+        except BaseException as error:  # noqa: BLE001 - raised below, when the other ranks have heard of it
+            problem = error
+        try:
+            require_same_terms(group, title, terms, problem=problem)
+        except BaseException as error:  # an interrupt, too: the other ranks are told of it
+            self._failure.keep(error)
+            raise
+        known.add(key)
+
+    def _digest(self, title: str, terms: Mapping[str, object]) -> bytes:
+        """Return a digest of what is compared: equal terms may come in another order on each rank."""
+        text = f"{title!r} {terms}"
+        if text not in self._digests:
+            if len(self._digests) >= _MOST_TEXTS:
+                self._digests.clear()
+            compared = f"{title!r} {terms_body(terms)}"
+            self._digests[text] = hashlib.sha256(compared.encode()).digest()
+        return self._digests[text]

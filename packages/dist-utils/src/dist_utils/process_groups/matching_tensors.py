@@ -151,7 +151,7 @@ _KIND = operator.attrgetter("shape", "dtype", "device", "layout", "requires_grad
 def _descriptions(tensors: Sequence[torch.Tensor]) -> list[str]:
     """Describe tensors: each kind once, of which a module has few."""
     kinds = list(zip(map(_KIND, tensors), map(_memory, tensors), strict=True))
-    texts = {kind: _described(*kind) for kind in set(kinds)}
+    texts = {kind: _description(*kind) for kind in set(kinds)}
     return [texts[kind] for kind in kinds]
 
 
@@ -171,7 +171,7 @@ def _memory(tensor: torch.Tensor) -> tuple[int, ...] | str:
     return f"{compressed.dtype} indices, elements of shape {element}"
 
 
-def _described(kind: tuple[Any, ...], memory: tuple[int, ...] | str) -> str:
+def _description(kind: tuple[Any, ...], memory: tuple[int, ...] | str) -> str:
     shape, dtype, device, layout, requires_grad = kind
     memory = f"layout {layout}, {memory}" if isinstance(memory, str) else f"stride {memory}"
     return f"shape {tuple(shape)}, {dtype} on {device.type}, {memory}, requires_grad {requires_grad}"

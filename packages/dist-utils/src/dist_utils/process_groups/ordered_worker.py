@@ -156,7 +156,7 @@ class OrderedWorker:
         on_thread = side is None or runs_on_host(self._process_group, device)
         try:
             if on_thread:
-                return self._started_thread().submit(job, side, name)
+                return self._thread_for_jobs().submit(job, side, name)
             self.agree()
         except Exception as error:
             if self._closed or self._failure.error is None:
@@ -194,7 +194,7 @@ class OrderedWorker:
         return self._agreed
 
     def _describe(self) -> tuple[dict[str, str], str]:
-        return terms_body(self._name, self._terms()), f"{_this_host()} {self._note()}"
+        return terms_body(self._terms()), f"{_this_host()} {self._note()}"
 
     def hosts(self) -> list[int]:
         """Return for each rank of the group the number of its host; hosts are numbered as they first appear.
@@ -202,15 +202,15 @@ class OrderedWorker:
         Ranks share a host if they have its name, boot and network namespace in common. They tell each other
         when they :meth:`agree`, which this does if need be: every rank must call it.
         """
-        found = [host for host, _ in self._published()]
+        found = [host for host, _ in self._hosts_and_notes()]
         numbers = {host: number for number, host in enumerate(dict.fromkeys(found))}
         return [numbers[host] for host in found]
 
     def notes(self) -> list[str]:
         """Return what ``note`` returned on each rank of the group, told like :meth:`hosts`."""
-        return [note for _, note in self._published()]
+        return [note for _, note in self._hosts_and_notes()]
 
-    def _published(self) -> list[tuple[str, str]]:
+    def _hosts_and_notes(self) -> list[tuple[str, str]]:
         """Return the host and the note of each rank."""
         with self._starting:
             published = self._agreement().notes
@@ -245,7 +245,7 @@ class OrderedWorker:
         if self._thread is not None:
             self._thread.end_group()
 
-    def _started_thread(self) -> WorkerThread:
+    def _thread_for_jobs(self) -> WorkerThread:
         """Return the thread, which is started for the first job."""
         if self._thread is not None and not self._closed:
             return self._thread

@@ -215,7 +215,7 @@ class _Rank:
             self.connection.send(None)
 
     @property
-    def died(self) -> bool:
+    def has_died(self) -> bool:
         """Whether its process has ended in another way than by returning or raising."""
         returned = Stage.RETURNED in self.reports and self.reports.get(Stage.ENDED) == 0
         return Stage.ENDED in self.reports and Stage.FAILED not in self.reports and not returned
@@ -269,7 +269,7 @@ def _wait(ranks: Sequence[_Rank], stage: Stage, began: float, timeout: float, st
         wait_for_any([*sources, *connections], timeout=max(timeout - waited, 1.0))
         for rank in late:
             rank.listen()
-        if any(not rank.may_die and (rank.died or Stage.FAILED in rank.reports) for rank in late):
+        if any(not rank.may_die and (rank.has_died or Stage.FAILED in rank.reports) for rank in late):
             _raise_first_failure(ranks)
 
 
@@ -294,7 +294,7 @@ def _raise_first_failure(ranks: Sequence[_Rank]) -> NoReturn:
         rank.listen()
     failed = [rank for rank in ranks if Stage.FAILED in rank.reports]
     texts = [f"\nrank {rank.number} raised:\n{rank.reports[Stage.FAILED].traceback}" for rank in failed]
-    dead = [rank for rank in ranks if rank.died and not rank.may_die]
+    dead = [rank for rank in ranks if rank.has_died and not rank.may_die]
     error = (
         _death(dead[0], len(ranks)) if dead else _error(min(rank.reports[Stage.FAILED] for rank in failed))
     )

@@ -85,7 +85,7 @@ def run_rank(
         result = fn(rank, *args)
         # With Gloo a rank can leave a collective, even a barrier, before another rank has entered it. That
         # rank fails if the connection is closed by then; and nobody can count the bytes sent on a closed one.
-        _meet(connection, Stage.RETURNED, _pickled(result, rank))
+        _meet(connection, Stage.RETURNED, _pickle(result, rank))
     except BaseException as error:  # noqa: BLE001 - the caller raises it; pytest's are no Exception
         failure = _failure(error)
         with contextlib.suppress(Exception):  # closed, for one
@@ -156,7 +156,7 @@ def _join_group(rank: int, backend: str | None, group_timeout: float) -> None:
         dist.barrier()
 
 
-def _pickled(result: Any, rank: int) -> bytes:
+def _pickle(result: Any, rank: int) -> bytes:
     try:
         return pickle.dumps(result)
     except Exception as error:
