@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.loop.optimizers import OverlappedOptimizers
 from ddp_optim_overlap.model import require_separate_memory
-from ddp_optim_overlap.optimizers.reviewed import require_plain_step, require_step_per_parameter
+from ddp_optim_overlap.optimizers.admission import require_plain_step, require_step_per_parameter
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch, gradient_marks
@@ -116,6 +116,7 @@ class EngineAtFirstBucket:
         """Return the engine, and make it if needed."""
         if self.engine is None:
             self.engine = self._make(_group_of(hook_state), hook_state, model)
+            weakref.finalize(self, self.engine.remove).atexit = False  # with the model, which has the hook
         return self.engine
 
     def take(self, hook_state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.drop_ins import EngineAtFirstBucket
 from ddp_optim_overlap.model import another_hook, comm_hooks, register_comm_hook
-from ddp_optim_overlap.optimizers.reviewed import require_plain_step
+from ddp_optim_overlap.optimizers.admission import require_plain_step
 from ddp_optim_overlap.passes.averaging import average_like_ddp
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch

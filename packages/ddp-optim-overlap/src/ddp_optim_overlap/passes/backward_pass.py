@@ -19,7 +19,7 @@ from ddp_optim_overlap.errors import (
     StepError,
     UnsupportedOptimizerError,
 )
-from ddp_optim_overlap.passes.bucket import Bucket, gradients_replaced
+from ddp_optim_overlap.passes.bucket import Bucket, lend_gradients
 from ddp_optim_overlap.passes.phase import OverlapState
 from ddp_optim_overlap.passes.release import ReleasedPass
 from ddp_optim_overlap.passes.stepper import Stepper
@@ -217,14 +217,14 @@ class BackwardPass:
     # ---- on the worker ----
 
     def _step_one(self, bucket: Bucket, group: dist.ProcessGroup) -> torch.Tensor:
-        with self._keeping_errors():
+        with self._keep_errors():
             self._await_average(bucket, group)
             (average,) = self._step([bucket])
         return average
 
     def _step_until(self, count: int, group: dist.ProcessGroup) -> None:
         """Step this many of the oldest buckets, and others that are ready by then."""
-        with self._keeping_errors():
+        with self._keep_errors():
             while together := self._take_averaged(count, group):
                 for bucket, average in zip(together, self._step(together), strict=True):
                     bucket.end(average)
@@ -275,7 +275,7 @@ class BackwardPass:
         began = time.perf_counter()
         try:
             name = f"overlapped step:bucket_{'_'.join(map(str, indices))}"
-            with _modes_of_step(first.buffer.device, name), gradients_replaced(parameters, averages):
+            with _modes_of_step(first.buffer.device, name), lend_gradients(parameters, averages):
                 for bucket in buckets:
                     self._stepper.prepare(bucket.gradients.parameters)
                 for part in [parameters] if self.released is None else self.released.parts(first):
@@ -297,7 +297,7 @@ class BackwardPass:
         return results
 
     @contextlib.contextmanager
-    def _keeping_errors(self) -> Iterator[None]:
+    def _keep_errors(self) -> Iterator[None]:
         try:
             yield
         except OverlapError as error:

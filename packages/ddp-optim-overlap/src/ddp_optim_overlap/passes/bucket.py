@@ -212,7 +212,7 @@ def average_of(buffer: torch.Tensor, done: torch.futures.Future[Any]) -> torch.T
 
 
 @contextlib.contextmanager
-def gradients_replaced(
+def lend_gradients(
     parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> Iterator[None]:
     """Replace each ``parameter.grad`` by these gradients for a while.

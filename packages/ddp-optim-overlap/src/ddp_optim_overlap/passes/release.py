@@ -83,8 +83,9 @@ class PageMemory(BucketMemory):
 
     def give_back_part(self, views: Sequence[torch.Tensor]) -> None:
         """Free the pages that lie wholly inside these gradients."""
-        begin = min(view.data_ptr() for view in views)
-        end = max(view.data_ptr() + view.nbytes for view in views)
+        ranges = [(view.data_ptr(), view.nbytes) for view in views if view.nbytes]  # empty ones are at 0
+        begin = min((address for address, _ in ranges), default=0)
+        end = max((address + size for address, size in ranges), default=0)
         first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         last = end // mmap.PAGESIZE * mmap.PAGESIZE
         if first >= last:
