@@ -66,7 +66,7 @@ class OptimizerHookState:
         if isinstance(functional_optim, torch.optim.Optimizer):
             require_plain_step(functional_optim)
             require_separate_memory([functional_optim])
-            require_step_per_parameter(functional_optim, declared=steps_per_parameter, sparse=())
+            require_step_per_parameter(functional_optim, declared=steps_per_parameter, sparse={})
             overlapped = OverlappedOptimizers([functional_optim], only=self.params_to_optimize)
             overlapped.calls.replace()
             self.stepper: OverlappedOptimizers | _StepFunctions = overlapped

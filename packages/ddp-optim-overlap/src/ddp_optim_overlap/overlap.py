@@ -28,8 +28,6 @@ from ddp_optim_overlap.model import (
     sparse_parameters,
 )
 from ddp_optim_overlap.optimizers.admission import require_plain_step, require_step_per_parameter
-from ddp_optim_overlap.optimizers.partial_steps import parameters_of
-from ddp_optim_overlap.optimizers.trial import require_sparse_support
 from ddp_optim_overlap.passes.averaging import average_like_ddp
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.passes.phase import Phase
@@ -244,12 +242,9 @@ def overlap_optimizer(
     sparse = sparse_parameters(ddp.module)
     for one in optimizers:
         require_plain_step(one)
-        for name, parameter in sparse.items():
-            if any(parameter is other for other in parameters_of(one)):
-                require_sparse_support(one, parameter, name)
-        require_step_per_parameter(one, declared=steps_per_parameter, sparse=sparse.values())
+        require_step_per_parameter(one, declared=steps_per_parameter, sparse=sparse)
     if sparse and clip is not None:
-        raise ConfigError(f"gradients of {', '.join(sparse)} are sparse: they cannot be clipped")
+        raise ConfigError(f"gradients of {', '.join(sparse.values())} are sparse: they cannot be clipped")
 
     overlapped = OverlappedOptimizers(optimizers, clip=clip)
     overlapped.require_averaged(averaged_parameters(ddp))

@@ -72,7 +72,7 @@ class OverlappedOptimizers(Stepper):
         self.parts.begin()
         if self.parts.renewals != renewals:
             for one in filter(is_reviewed, self._optimizers):
-                require_step_per_parameter(one, declared=False, sparse=())
+                require_step_per_parameter(one, declared=False, sparse={})
         self._require_no_pre_hooks()
         if self._clip is not None:
             self._clip.begin()

@@ -154,7 +154,7 @@ class StepCalls:
         if is_capturing():
             return  # the next pass reads the answers
         unread, self._unread = self._unread, []
-        if any(comparison.found() for comparison in unread):
+        if any(comparison.differs() for comparison in unread):
             self._refuse_change(_SAMPLED, "the last backward() and its step()")
 
     # ---- a call of step() ----
@@ -288,7 +288,7 @@ class StepCalls:
             self._unread.append(comparison)
             return
         self._compared.add(optimizer)
-        if comparison.found():
+        if comparison.differs():
             self._refuse_change(_SAMPLED, "backward() and step()")
 
     def _refuse_change(self, changed: str, where: str) -> None:

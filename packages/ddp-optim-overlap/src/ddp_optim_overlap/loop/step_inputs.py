@@ -178,7 +178,7 @@ class Comparison:
         self._differ = [one.to("cpu", non_blocking=True) for one in differ]
         self._events = [_record_event(device) for device in {one.device for one in differ}]
 
-    def found(self) -> bool:
+    def differs(self) -> bool:
         """Return the answer. Waits until the devices have computed the comparison."""
         for event in self._events:
             event.synchronize()

@@ -105,7 +105,7 @@ class BackwardPass:
         self._bytes = [0]  # of the first bucket, the first two, and so on
         self._announced = self._taken = 0  # how many of them, the oldest ones
         self._newest_job: torch.futures.Future[Any] | None = None
-        self._stepping = threading.Lock()
+        self._step_lock = threading.Lock()
         # For the report
         self._stepped: list[int] = []
         self._partial: tuple[int, ...] = ()
@@ -154,7 +154,7 @@ class BackwardPass:
 
         DDP waits for every bucket: those that the worker does not know fail here.
         """
-        with self._stepping:
+        with self._step_lock:
             if self.number:
                 report = self._state.report = self.report()
                 error = error.with_report(report)
@@ -179,7 +179,7 @@ class BackwardPass:
         deadline = time.monotonic() + _MOST_SECONDS
         for bucket in self._queue:
             over = threading.Event()
-            bucket.averaged.add_done_callback(partial(_set, over))
+            bucket.average.add_done_callback(partial(_set, over))
             over.wait(max(0.0, deadline - time.monotonic()))
 
     def runs(self) -> bool:
@@ -194,7 +194,7 @@ class BackwardPass:
         if self.watch is not None:
             self.watch.end()  # otherwise nobody could write .grad
         if self.released is not None:
-            with self._stepping:
+            with self._step_lock:
                 self.released.end()
         if self.failure is None:
             self._queue = []  # they hold averages
@@ -250,10 +250,10 @@ class BackwardPass:
         """Wait until the average is in the bucket."""
         try:
             bucket.await_used(group)
-            if not bucket.averaged.done():  # so the steps so far are hidden behind it
+            if not bucket.average.done():  # so the steps so far are hidden behind it
                 self._hidden += self._maybe_exposed
                 self._maybe_exposed = 0.0
-            bucket.gradients.write(bucket.averaged.wait())
+            bucket.gradients.write(bucket.average.wait())
         except Exception as error:
             text = f"bucket {bucket.index} was not averaged: {error_text(error)}"
             raise CommunicationError(text) from error
@@ -261,7 +261,7 @@ class BackwardPass:
     def _step(self, buckets: Sequence[Bucket]) -> list[torch.Tensor]:
         """Step averaged buckets together, unless the pass does not; return DDP's tensors for the averages."""
         if self.kind is PassKind.STEPS:
-            with self._stepping:
+            with self._step_lock:
                 if self.failure is None:
                     return self._step_now(buckets)
         return [bucket.gradients.buffer for bucket in buckets]

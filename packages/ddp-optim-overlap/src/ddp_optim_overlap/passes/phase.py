@@ -47,7 +47,7 @@ class OverlapState:
         self._phase = Phase.IDLE
         self._worker: OrderedWorker | None = worker
         self._error: OverlapError | None = None
-        self._keeping = threading.Lock()  # a step may fail on the worker's thread
+        self._error_lock = threading.Lock()  # a step may fail on the worker's thread
 
     @property
     def phase(self) -> Phase:
@@ -78,7 +78,7 @@ class OverlapState:
 
         The peers hear of it without a wait for any of them: the worker's private group ends.
         """
-        with self._keeping:
+        with self._error_lock:
             first = self._first_error()
             if first is None:
                 first = self._error = _copy_of(error)
