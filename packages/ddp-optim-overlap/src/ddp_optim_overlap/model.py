@@ -104,8 +104,7 @@ def _require_one_first_bucket(ddp: DistributedDataParallel) -> None:
     gradient, has a bucket of its own.
     """
     kinds = {(one.dtype, one.device) for one in ddp.parameters() if one.requires_grad}
-    sparse = [module for module in ddp.modules() if getattr(module, "sparse", False)]
-    if len(kinds) + len(sparse) > 1:
+    if len(kinds) + len(sparse_parameters(ddp.module)) > 1:
         raise ConfigError(
             "DDP(static_graph=True) does not tell the buckets of its first pass apart, of which there are "
             "several where parameters have several dtypes or devices, or sparse gradients: leave "

@@ -99,7 +99,7 @@ class StepInputs:
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for parameter, _ in self._sample:
             for tensor in (parameter, parameter.grad):
-                if tensor is not None and tensor.device.type not in _READ_AT_ONCE and _is_dense(tensor):
+                if tensor is not None and not tensor.is_cpu and _is_dense(tensor):
                     first = tensor.detach().as_strided((min(tensor.numel(), _VALUES),), (1,))
                     by_kind.setdefault((tensor.device, tensor.dtype), []).append(first)
         return {kind: torch.cat(values) for kind, values in by_kind.items()}
@@ -154,8 +154,6 @@ def _first_bytes(tensor: torch.Tensor | None) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), min(_SAMPLED_BYTES, tensor.nbytes))
 
 
-_READ_AT_ONCE = ("cpu", "meta")
-"""Devices whose tensors need no sample."""
 _VALUES = 128
 """The number of values sampled per tensor, from its beginning."""
 

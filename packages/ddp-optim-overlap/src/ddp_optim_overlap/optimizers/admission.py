@@ -154,8 +154,8 @@ def _require_sparse_support(optimizer: torch.optim.Optimizer, sparse: Mapping[to
         found = [sparse[one] for one in group["params"] if one in sparse]
         if found and not able:
             raise UnsupportedGradientError(
-                f"{name} cannot step {', '.join(found)}, whose gradient is sparse. Use SparseAdam for it, SGD "
-                "or Adagrad without fused and weight_decay, or an embedding with sparse=False"
+                f"{name} cannot step {', '.join(found)}, whose gradient is sparse. Use SparseAdam for it, "
+                "SGD or Adagrad without fused and weight_decay, or an embedding with sparse=False"
             )
 
 

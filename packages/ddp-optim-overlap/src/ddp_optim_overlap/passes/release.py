@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import ctypes
+import functools
 import mmap
 import os
 import threading
@@ -90,9 +91,8 @@ class PageMemory(BucketMemory):
         last = end // mmap.PAGESIZE * mmap.PAGESIZE
         if first >= last:
             return
-        libc = ctypes.CDLL(None, use_errno=True)
         address, size = ctypes.c_void_p(first), ctypes.c_size_t(last - first)
-        if libc.madvise(address, size, mmap.MADV_DONTNEED) != 0:
+        if _libc().madvise(address, size, mmap.MADV_DONTNEED) != 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def give_back(
@@ -102,6 +102,11 @@ class PageMemory(BucketMemory):
         del alone
         self.give_back_part([gradients.buffer])
         return gradients.buffer, gradients.views
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)  # each call makes a new class
 
 
 class StorageMemory(BucketMemory):
