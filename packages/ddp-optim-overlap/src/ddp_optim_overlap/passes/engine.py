@@ -94,7 +94,7 @@ class Engine:
         worker = OrderedWorker(process_group, name=NAME, terms=self._terms)
         self._worker: OrderedWorker | None = worker
         self._peers = Peers(worker)
-        self.state = OverlapState(worker)
+        self.state = OverlapState(worker, self.gradients)
         self._current = BackwardPass(PassKind.REMOVED, self.state, stepper)
         self._process_group, self._failed = process_group, False
         self.passes, self._steps = passes, 0
