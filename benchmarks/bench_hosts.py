@@ -201,13 +201,16 @@ COLORS = {PLAIN: GRAY, FLAT: VERMILION, INSIDE: GREEN, DEFAULT: BLUE}
 def draw(results: Mapping[str, Any], path: Path) -> None:
     """Draw bytes and times of each placement, as points beside each other on one line."""
     placements = results["placements"]
-    panels = ["bytes", *(rate for rate in RATES if any(rate in e.get("ms", {}) for e in placements.values()))]
-    heights = [0.5 + 0.24 * len(placements)] * len(panels)
-    figure, axes = subplots(heights, "Averaging 12 MiB, by the host of each rank")
-    for axis, panel in zip(axes, panels, strict=True):
-        for place, entry in enumerate(placements.values()):
-            measured = entry.get("bytes") if panel == "bytes" else entry.get("ms", {}).get(panel)
-            sides = measured["sides"] if measured else {}
+    panels = {"bytes": {name: entry["bytes"] for name, entry in placements.items() if "bytes" in entry}}
+    for rate in RATES:
+        panels[rate] = {
+            name: entry["ms"][rate] for name, entry in placements.items() if rate in entry.get("ms", {})
+        }
+    panels = {panel: rows for panel, rows in panels.items() if rows}
+    heights = [0.5 + 0.24 * len(rows) for rows in panels.values()]
+    figure, axes = subplots(heights, "Averaging 12 MiB, by the host of each rank (CPUs, Gloo, emulated)")
+    for axis, (panel, rows) in zip(axes, panels.items(), strict=True):
+        for place, sides in enumerate(row["sides"] for row in rows.values()):
             if panel == "bytes" and PLAIN in sides:
                 axis.plot(sides[PLAIN]["limit"], place, "|", color="black", markersize=12)
             for name, color in COLORS.items():
@@ -216,8 +219,8 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
                     axis.plot(value, place, "o", color=color, markersize=5)
         axis.set_xlim(left=0)
         axis.grid(axis="x", color="0.9")
-        axis.set_yticks(range(len(placements)), placements)
-        axis.set_ylim(len(placements) - 0.5, -0.5)
+        axis.set_yticks(range(len(rows)), rows)
+        axis.set_ylim(len(rows) - 0.5, -0.5)
         axis.tick_params(axis="y", length=0)
         text = "bytes a value on the busiest host's link (bar: limit)" if panel == "bytes" else f"ms, {panel}"
         axis.set_title(

@@ -232,7 +232,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure, axes = subplots([2.2] * len(tasks), "Distance of training losses from those of fp32")
     for axis, (name, task) in zip(axes, tasks.items(), strict=True):
         steps = task["curve_steps"]
-        axis.set(yscale="log")
+        axis.set(yscale="log", ylabel="|loss - loss of fp32|")
         axis.set_title(TITLES[name], loc="left", fontsize="small")
         ends = {}
         for configuration, color in SHOWN.items():
@@ -242,7 +242,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         if (deviations := task["fp32_curve_standard_deviation_over_seeds"]) is not None:
             axis.plot(steps, deviations, color="black", linestyle="--", linewidth=1)
             ends["deviation of\nfp32's seeds"] = (steps[-1], deviations[-1], "black")
-        name_ends(axis, ends, gap=0.15)
+        name_ends(axis, ends, gap=0.18)
     axes[-1].set(xlabel="step")
     save(figure, path)
 

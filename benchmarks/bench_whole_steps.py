@@ -4,6 +4,7 @@
     python benchmarks/bench_whole_steps.py steps --models 7M --hosts 2 --rates 1gbit --sides plain fp16 8bits
     python benchmarks/bench_whole_steps.py losses           # an hour
     python benchmarks/bench_whole_steps.py table            # of the stored results, for documents
+    python benchmarks/bench_whole_steps.py short-table      # the README's
 
 Models: transformers of 7 and 57 million parameters on the standard library's sources, a convolutional network
 and a wide perceptron on digits (scikit-learn's). AdamW; SGD for the convolutional network. One thread per
@@ -39,7 +40,7 @@ from whole_steps.plots import draw
 from whole_steps.ranks import Job
 from whole_steps.sides import ALL, COMPUTE, PLAIN, label
 from whole_steps.summary import summarize
-from whole_steps.tables import tables
+from whole_steps.tables import short_table, tables
 
 
 def measure_cell(cell: Cell, options: Namespace) -> Iterator[Found]:
@@ -109,8 +110,9 @@ def draw_both(results: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Run the requested parts."""
-    if sys.argv[1:] == ["table"]:
-        print(tables(json.loads((RESULTS / "whole_steps.json").read_text())))
+    printed = {("table",): tables, ("short-table",): short_table}
+    if make := printed.get(tuple(sys.argv[1:])):
+        print(make(json.loads((RESULTS / "whole_steps.json").read_text())))
         return
     benchmark = Benchmark(__file__, __doc__, repeats=31)
     add = benchmark.parser.add_argument

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from drawing import BLUE, save, subplots
+from whole_steps.tables import README_CELLS
 
 SIDE = "8bits"
 MODELS = {
@@ -17,11 +18,11 @@ MODELS = {
 
 
 def draw_gains(results: dict[str, Any], path: Path) -> None:
-    """Draw a bar for every cell with 8 bits, the largest gain first."""
+    """Draw a bar for every cell of the README with 8 bits, the largest gain first."""
     gains = {
         name: cell["sides"][SIDE]["faster_than_plain"]
         for name, cell in results["cells"].items()
-        if SIDE in cell["sides"]
+        if name in README_CELLS and SIDE in cell["sides"]
     }
     names = sorted(gains, key=lambda name: -gains[name]["median"])
     title = "How many times faster 8 bits make a training step than plain DDP (CPUs, Gloo, emulated hosts)"
@@ -30,9 +31,9 @@ def draw_gains(results: dict[str, Any], path: Path) -> None:
         middle, (low, high) = gains[name]["median"], gains[name]["quartiles"]
         spread = [[middle - low], [high - middle]]
         axis.barh(place, middle, 0.4, color=BLUE, xerr=spread, ecolor="0.5")
-        axis.plot([1, 1], [place - 0.27, place + 0.27], color="0.3", linewidth=1)
-        axis.text(high + 0.05, place, f"{middle:.2f}x", va="center", fontsize="small")
-        axis.text(0, place - 0.27, _told(name), va="bottom", fontsize="small")
+        axis.plot([1, 1], [place - 0.2, place + 0.2], color="0.3", linewidth=1)
+        axis.text(max(high, 1) + 0.05, place, f"{middle:.2f}x", va="center", fontsize="small")
+        axis.text(0, place - 0.23, _description(name), va="bottom", fontsize="small")
     axis.set_yticks([])
     axis.set_ylim(len(names) - 0.6, -0.9)
     axis.set_xlim(0, 1.12 * max(high for gain in gains.values() for high in gain["quartiles"]))
@@ -41,6 +42,6 @@ def draw_gains(results: dict[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-def _told(cell: str) -> str:
+def _description(cell: str) -> str:
     model, where = cell.split(", ", maxsplit=1)
     return f"{MODELS[model]}; {where}"

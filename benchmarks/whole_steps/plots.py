@@ -6,10 +6,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from drawing import BLUE, GRAY, VERMILION, name_ends, save, subplots
+from drawing import BLUE, GRAY, GREEN, VERMILION, name_ends, save, subplots
 from whole_steps.losses import LABEL, LEARNT, Curve
 
-SHOWN = {"plain": GRAY, "fp16": VERMILION, "8bits": BLUE}
+SHOWN = {"plain": GRAY, "fp16": VERMILION, "powersgd-one": GREEN, "8bits": BLUE}
 """Few enough to be told apart."""
 
 
@@ -32,7 +32,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axis.plot(seconds[-1], losses[-1], "o", color=color, markersize=4)
         ends[f"{_short(name)}:\n{seconds[-1]:.0f} s"] = (seconds[-1], losses[-1], color)
     axis.set(xlabel="seconds of training", ylabel="training loss")
-    name_ends(axis, ends, gap=0.16)
+    name_ends(axis, ends, gap=0.15)
     save(figure, path)
 
 
@@ -41,4 +41,4 @@ def _means(curves: list[Curve], kind: str) -> list[float]:
 
 
 def _short(name: str) -> str:
-    return LABEL[name].replace("`", "").replace("_compress_hook", "")
+    return LABEL[name].split("_")[0].replace("`", "").replace("PyTorch's powerSGD", "PowerSGD, rank 1")

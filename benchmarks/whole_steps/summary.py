@@ -26,9 +26,6 @@ from typing import Any
 from harness import in_pairs, load, of_slowest, spread
 from whole_steps.sides import COMPUTE, PLAIN
 
-CANDIDATES = {PLAIN, "bf16", "8bits", "4bits"}
-"""The default candidates of ``auto`` for which the table has a side."""
-
 
 def summarize(
     ranks: list[dict[str, Any]], bytes_a_second: float | None, ranks_per_host: int
@@ -82,9 +79,6 @@ def compare(name: str, steps: dict[str, list[float]], wire: float, last: float) 
     base, plus, _ = name.partition("+")
     if plus and base in steps:
         found["of_without_overlap"] = ratios(own, steps[base])
-    if name == "auto":
-        best = min(steps.keys() & CANDIDATES, key=lambda candidate: statistics.median(steps[candidate]))
-        found |= {"best_candidate": best, "of_best": ratios(own, steps[best])}
     return found
 
 

@@ -7,12 +7,23 @@ from collections.abc import Iterator
 from typing import Any
 
 from whole_steps.cells import CELLS, MAIN
-from whole_steps.losses import DILOCO, LABEL, Curve, loss_after
+from whole_steps.losses import DILOCO, LABEL, LEARNT, Curve, loss_after
 from whole_steps.sides import ALL, COMPUTE, OURS, OVERLAP, PLAIN, label
 
 GAIN = 1.03
 """Less than 3 % is within the machine's noise."""
 DETAILED = [cell.name for cell in MAIN]
+CANDIDATES = {PLAIN, "bf16", "8bits"}
+"""What ``auto`` may choose by default: 4 bits exceed its largest error."""
+README_CELLS = (
+    "7M, 2 hosts, 0.1 Gbit/s",
+    "7M, 2 hosts of 2 ranks, 0.2 Gbit/s",
+    "7M, 2 hosts, 1 Gbit/s",
+    "7M, 2 hosts, 10 Gbit/s",
+    "7M, 2 ranks, loopback",
+    "60M, 2 hosts, 1 Gbit/s",
+    "MLP, 2 hosts, 1 Gbit/s",
+)
 
 
 def tables(results: dict[str, Any]) -> str:
@@ -26,6 +37,23 @@ def tables(results: dict[str, Any]) -> str:
     parts += [details(name, cells[name]) for name in DETAILED if name in cells]
     parts += [losses(model, entry) for model, entry in results.get("losses", {}).items()]
     return "\n\n".join(parts)
+
+
+def short_table(results: dict[str, Any]) -> str:
+    """Return the README's table: few sides, one row for each of some cells."""
+    sides = {PLAIN: "plain DDP", "fp16": "PyTorch's fp16 hook", "powersgd-one": "PowerSGD", "8bits": "8 bits"}
+    rows = [
+        [name, *(_time(results["cells"][name]["sides"].get(side), alone=side == PLAIN) for side in sides)]
+        for name in README_CELLS
+        if name in results["cells"]
+    ]
+    steps = table(["ms a step (times as fast as plain DDP)", *sides.values()], rows)
+    (model, *_) = LEARNT
+    curves = results["losses"][model]["curves"]
+    earliest = _earliest_end(curves)
+    losses = [_loss_after(curves[side], earliest) for side in sides]
+    heads = [f"training loss of {model}, 2 hosts, 1 Gbit/s", *sides.values()]
+    return f"{steps}\n\n{table(heads, [[f'after {earliest:.0f} s', *losses]])}"
 
 
 def _model(cell: str) -> str:
@@ -64,19 +92,24 @@ def _overview(cells: dict[str, Any]) -> str:
     return table([f"{model}, {parameters / 1e6:.1f} million parameters: ms on {where}", *heads], rows)
 
 
-def _time(side: dict[str, Any] | None) -> str:
+def _time(side: dict[str, Any] | None, *, alone: bool = False) -> str:
     if side is None:
         return "-"
     if "failed" in side:
         return "fails"
-    faster = side.get("faster_than_plain")
+    faster = None if alone else side.get("faster_than_plain")
     return f"{side['median_ms']:.0f}" + (f" ({faster['median']:.2f}x)" if faster else "")
 
 
 def remarks(cells: dict[str, Any]) -> str:
     """Say where nothing is gained and what failed, and what ``auto`` chose."""
     lines = "\n".join(f"- {line}" for line in [*_gains(cells), *_failures(cells)])
-    heads = ["auto on emulated hosts and loopback", "chose", "after steps", "its time, of the best"]
+    heads = [
+        "auto on emulated hosts and loopback",
+        "chose",
+        "after steps",
+        "its time, of the fastest candidate's",
+    ]
     return f"{lines}\n\n{table(heads, list(_choices(cells)))}"
 
 
@@ -96,11 +129,12 @@ def _gains(cells: dict[str, Any]) -> Iterator[str]:
 
 def _choices(cells: dict[str, Any]) -> Iterator[list[str]]:
     for name, cell in cells.items():
-        side = cell["sides"].get("auto", {})
-        if "chosen" in side:
-            chosen = side["chosen"]
-            best = f"{side['of_best']['median']:.3f} ({label(side['best_candidate'])})"
-            yield [name, chosen["candidate"], str(chosen["steps"]), best]
+        times = {side: found["median_ms"] for side, found in cell["sides"].items() if "median_ms" in found}
+        if "auto" in times:
+            chosen = cell["sides"]["auto"]["chosen"]
+            best = min(CANDIDATES & times.keys(), key=lambda candidate: times[candidate])
+            share = f"{times['auto'] / times[best]:.2f} ({label(best)})"
+            yield [name, chosen["candidate"], str(chosen["steps"]), share]
 
 
 def _failures(cells: dict[str, Any]) -> Iterator[str]:
@@ -110,7 +144,8 @@ def _failures(cells: dict[str, Any]) -> Iterator[str]:
             if "failed" in side:
                 failed.setdefault((key, side["failed"]), []).append(name)
     for (key, error), names in failed.items():
-        yield f"{label(key)} fails ({error}): {'; '.join(names)}."
+        cause = error.rsplit(": ", 1)[-1].split(". ")[0]  # without the callbacks that it came through
+        yield f"{label(key)} fails ({cause}): {'; '.join(names)}."
 
 
 def details(title: str, cell: dict[str, Any]) -> str:
@@ -131,10 +166,9 @@ def details(title: str, cell: dict[str, Any]) -> str:
 def losses(model: str, entry: dict[str, Any]) -> str:
     """Return the losses after equal steps, and when the fastest hook has made all its steps."""
     curves = {name: curve for name, curve in entry["curves"].items() if isinstance(curve, list)}
-    seconds = {name: statistics.fmean(one["seconds"][-1] for one in curve) for name, curve in curves.items()}
-    earliest = min(end for name, end in seconds.items() if name != DILOCO)
+    earliest = _earliest_end(curves)
     rows = [
-        [LABEL[name], *_final(curve, curves.get(PLAIN)), f"{seconds[name]:.0f}", _loss_after(curve, earliest)]
+        [LABEL[name], *_final(curve, curves.get(PLAIN)), f"{_end(curve):.0f}", _loss_after(curve, earliest)]
         for name, curve in curves.items()
     ]
     heads = [
@@ -147,9 +181,19 @@ def losses(model: str, entry: dict[str, Any]) -> str:
     return table(heads, rows)
 
 
+def _end(curves: list[Curve]) -> float:
+    return statistics.fmean(curve["seconds"][-1] for curve in curves)
+
+
+def _earliest_end(curves: dict[str, list[Curve]]) -> float:
+    """Return when the fastest hook has made all its steps."""
+    return min(_end(curve) for name, curve in curves.items() if name != DILOCO)
+
+
 def _loss_after(curves: list[Curve], seconds: float) -> str:
-    ended = statistics.fmean(curve["seconds"][-1] for curve in curves) < seconds
-    return "-" if ended else f"{statistics.fmean(loss_after(curve, seconds) for curve in curves):.3f}"
+    if _end(curves) < seconds:
+        return "-"
+    return f"{statistics.fmean(loss_after(curve, seconds) for curve in curves):.3f}"
 
 
 def _final(own: list[Curve], plain: list[Curve] | None) -> tuple[str, str]:

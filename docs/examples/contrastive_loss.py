@@ -37,7 +37,7 @@ class TwoTowers(nn.Module):
 def loss_of_rows(
     mine: tuple[torch.Tensor, ...], everyone: tuple[torch.Tensor, ...], scale: torch.Tensor, first: int
 ) -> torch.Tensor:
-    """Return how badly each of my images finds its caption among all, and each of my captions its image."""
+    """Return the loss of finding my images' captions among all captions, and my captions' images."""
     target = torch.arange(first, first + len(mine[0]))
     return sum(
         nn.functional.cross_entropy(scale.exp() * here @ there.T, target)
@@ -59,7 +59,7 @@ def summed(ddp: DistributedDataParallel, images: torch.Tensor, captions: torch.T
 
 
 def replicated(model: TwoTowers, images: torch.Tensor, captions: torch.Tensor) -> torch.Tensor:
-    """Every rank has the same loss, that of the whole batch; without DDP.
+    """Every rank has the same loss, of the whole batch; without DDP.
 
     The towers' parameters are alike on all ranks, but each rank goes on with its own pairs: copy_to_group
     adds their gradients up. The scale is used for the common loss, alike on all ranks: nothing to add up.

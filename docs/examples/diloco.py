@@ -1,4 +1,4 @@
-"""Train with DiLoCo: ranks step alone, and average what they have learned every so many steps, in few bits.
+"""Train with DiLoCo: ranks step alone, and every so many steps average their changes in few bits.
 
     torchrun --standalone --nproc-per-node 2 docs/examples/diloco.py --bits 8
     torchrun --standalone --nproc-per-node 2 docs/examples/diloco.py --bits 4 --streaming
@@ -21,11 +21,11 @@ class DiLoCo:
     """The outer optimizer of some parameters: Nesterov SGD on the ranks' mean change since its last step."""
 
     parameters: list[nn.Parameter]  # a model, or a fragment of it; the same on all ranks
-    state: QuantizedAllreduceState  # who averages, in how many bits, with or without error feedback
-    key: str  # of the fragment
+    state: QuantizedAllreduceState  # averages, with its bits and error feedback
+    key: str  # the name of these parameters in the state
     every: int  # inner steps from one average to the next
-    turn: int = 0  # at which of these steps to send
-    delay: int = 0  # inner steps that an average may take, in the background; fewer than every
+    turn: int = 0  # the step among these at which to send
+    delay: int = 0  # inner steps that an average may take in the background; fewer than every
 
     def __post_init__(self) -> None:
         assert 0 <= self.delay < self.every, "an average must have arrived when the next one is sent"
@@ -67,7 +67,7 @@ class DiLoCo:
             self.average = None
 
 
-if __name__ == "__main__":  # every rank learns, from data of its own, what a random network computes
+if __name__ == "__main__":  # every rank learns the same random network from its own data
     parser = argparse.ArgumentParser()
     parser.add_argument("--bits", type=int, choices=(8, 4), default=8)
     parser.add_argument("--streaming", action="store_true", help="average layers in turns, in the background")

@@ -29,16 +29,16 @@ log = logging.getLogger("training")
 
 
 def tensorboard_writer(folder: str | None) -> SummaryWriter | None:
-    """Return what writes to TensorBoard, on rank 0 and where that is installed."""
+    """Return a writer for TensorBoard, on rank 0 and if TensorBoard is installed."""
     if folder is None or dist.get_rank() != 0 or importlib.util.find_spec("tensorboard") is None:
         return None
-    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - slow, and need not be there
+    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - slow and optional
 
     return SummaryWriter(folder)
 
 
 def write(writer: SummaryWriter | None, title: str, values: dict[str, int | float], step: int) -> None:
-    """Log numbers by name: on rank 0, whose own they are."""
+    """Log the numbers of rank 0, by name."""
     if dist.get_rank() == 0:
         log.info(
             "step %d, %s: %s", step, title, ", ".join(f"{key} {value:g}" for key, value in values.items())

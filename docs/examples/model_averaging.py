@@ -18,9 +18,9 @@ from ddp_quant_hooks import QuantizedAllreduceState, all_reduce
 
 
 class ChangeAverager(PeriodicModelAverager):
-    """Average what has changed since the last average: in few bits that loses less than parameters would.
+    """Average changes since the last average: in few bits they lose less than parameters would.
 
-    Make it when all ranks have the same parameters, and of all that are to be averaged.
+    Make it with all parameters to average, while they are equal on all ranks.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ChangeAverager(PeriodicModelAverager):
     @torch.no_grad()
     def average_parameters(self, params: Iterable[Any]) -> None:
         """Count a step, and average if it is time: PostLocalSGDOptimizer calls this after its step."""
-        del params  # always all: those with gradients may be others in each step, and on each rank
+        del params  # always all: which have gradients may differ between steps and ranks
         steps_since_warmup = self.step - self.warmup_steps
         self.step += 1
         if steps_since_warmup >= 0 and steps_since_warmup % self.period == 0:
@@ -47,7 +47,7 @@ class ChangeAverager(PeriodicModelAverager):
                 parameter.copy_(shared.add_(change))
 
 
-if __name__ == "__main__":  # every rank learns, from data of its own, what a random network computes
+if __name__ == "__main__":  # every rank learns the same random network from its own data
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     teacher, model = (nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 16)) for _ in range(2))

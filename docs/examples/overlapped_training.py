@@ -66,7 +66,7 @@ class Job:
         return float(loss.detach())
 
     def checkpoint(self) -> dict[str, Any]:
-        """Return what a checkpoint holds: nothing of it is special."""
+        """Return a checkpoint in the usual form."""
         self.overlap.wait()  # no rank has failed in the last step
         return {
             "model": self.ddp.module.state_dict(),
@@ -75,9 +75,9 @@ class Job:
         }
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
-        # DDP forms its final buckets in the second forward pass, and which values share a scale in 8 bits
-        # depends on them. A backward pass that does not step takes a new job there.
+        """Continue from a checkpoint."""
+        # Which values share a scale depends on DDP's final buckets, which it makes after a first pass. That
+        # pass must not step.
         with self.overlap.pause():
             self.ddp(torch.zeros(1, 64, device=self.device)).sum().backward()
         self.optimizer.zero_grad()

@@ -28,7 +28,7 @@ RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_CO
 
 
 def join_process_group() -> None:
-    """Find the other ranks of this attempt, and nobody of an attempt before."""
+    """Find the other ranks of this attempt, and none of an earlier one."""
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     dist.init_process_group(
         "gloo",
@@ -39,7 +39,7 @@ def join_process_group() -> None:
 
 
 def save(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Write a file that is there completely, or not at all."""
+    """Write a file completely, or not at all."""
     torch.save(checkpoint, path.with_suffix(".new"))
     path.with_suffix(".new").replace(path)
 
@@ -68,7 +68,7 @@ def train(folder: Path, fail_at: int | None) -> None:
         (ddp(x) - x).square().mean().backward()  # averages in 4 bits and steps, bucket by bucket
         if (step + 1) % EVERY == 0:
             handle.wait()  # no rank has failed in this step
-            residuals = state.gather_state_dict()  # rank 0 gets those of all
+            residuals = state.gather_state_dict()  # rank 0 gets the residuals of all
             if RANK == 0:
                 parts = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
                 save(path, {**parts, "residuals": residuals, "step": step + 1})
@@ -77,7 +77,7 @@ def train(folder: Path, fail_at: int | None) -> None:
 
 
 def main() -> None:
-    """Read the command line, train, and leave the group in order."""
+    """Read the command line, train, and leave the process group."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--fail-at", type=int)

@@ -60,7 +60,7 @@ HOOKS: dict[str, tuple[Any, CommHook] | None] = {
         compress_hook,
     ),
     "quantized_allreduce_hook": (
-        lambda: QuantizedAllreduceState(min_bytes=0),  # by default buckets as small as these stay in fp32
+        lambda: QuantizedAllreduceState(min_bytes=0),  # by default such small buckets stay in fp32
         quantized_allreduce_hook,
     ),
     "quantized_allreduce_hook+feedback": (
@@ -95,7 +95,7 @@ class Digits:
 
 @dataclass
 class Run:
-    """What one training run showed."""
+    """The results of one training run."""
 
     hook: str
     step_seconds: float
@@ -167,12 +167,12 @@ def train(name: str, device: torch.device, epochs: int, batch: int) -> Run:
         ranks_equal=parameters_equal(model),
     )
     if state is not None:
-        state.close()  # its connections end here, and not while the next run counts bytes
+        state.close()  # its connections end here, not while the next run counts bytes
     return run
 
 
 def count_bytes() -> int | None:
-    """Return the bytes sent so far, where they travel over TCP and the system counts them."""
+    """Return the bytes sent so far, if they travel over TCP and the system counts them."""
     try:
         return tcp_bytes_sent() if dist.get_backend() == "gloo" else None
     except NotImplementedError:
@@ -253,8 +253,8 @@ def main() -> None:
         runs = [train(name, device, options.epochs, options.batch) for name in chosen]
         if dist.get_rank() == 0:
             show(runs)
-        # Meanwhile Gloo's threads drop the tensors of what is done. They need the interpreter for it: a
-        # process that ends in that moment aborts (seen with torch 2.13).
+        # Meanwhile Gloo's threads drop tensors of finished work, for which they need the interpreter: a
+        # process that ends at that moment aborts (seen with torch 2.13).
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -74,7 +74,9 @@ def test_instead_of_a_refused_library_torchs_operators_compute_and_say_why(libra
     library.chmod(0o777)
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("[31.0, 63.0, 95.0, 99.0] cpu: torch operators, 20 to 40 times slower")
+    assert done.stdout.startswith(
+        "[31.0, 63.0, 95.0, 99.0] cpu: torch operators, about ten times slower or more"
+    )
     assert "can be written by other users" in done.stdout
     assert "DDP_QUANT_HOOKS_LIBRARY is not used" in done.stderr
 

@@ -273,7 +273,7 @@ def describe() -> str:
         other devices: torch operators
     """
     on_cpu = _cpu_kernels()
-    slow = "torch operators, 20 to 40 times slower"
+    slow = "torch operators, about ten times slower or more"
     lines = [f"cpu: {slow}: {on_cpu}" if isinstance(on_cpu, str) else f"cpu: {on_cpu.describe()}"]
     if torch.cuda.is_available():
         current = torch.cuda.current_device()
