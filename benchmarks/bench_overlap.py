@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap import overlap_optimizer
 from ddp_optim_overlap.optimizers.partial_steps import PartialSteps
-from ddp_optim_overlap.passes.bucket import gradients_replaced
+from ddp_optim_overlap.passes.bucket import lend_gradients
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 
 ORDINARY, HOOKED, PYTORCH, OURS, RELEASED = (
@@ -199,7 +199,7 @@ def launch_ways(kind: str, count: int, size: int) -> dict[str, Callable[[], None
         partial_steps.begin()
         for begin in range(0, count, size):
             part = parameters[begin : begin + size]
-            with torch.no_grad(), gradients_replaced(part, averaged[begin : begin + size]):
+            with torch.no_grad(), lend_gradients(part, averaged[begin : begin + size]):
                 partial_steps.step(part)
         partial_steps.finish()
 

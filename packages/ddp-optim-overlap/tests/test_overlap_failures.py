@@ -582,7 +582,7 @@ def _threads(_):
         while alive():
             assert time.monotonic() < deadline, how
             time.sleep(0.01)
-        optimizer.step()  # an ordinary step: nothing is left of the overlap
+        optimizer.step()  # works, and finds the last pass's step done
     return found
 
 

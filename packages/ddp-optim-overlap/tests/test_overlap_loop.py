@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -29,7 +30,15 @@ from overlap_runs import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ddp_optim_overlap import ByValue, ConfigError, StepError, overlap_optimizer
+from ddp_compress_hooks import allreduce_hook
+from ddp_optim_overlap import (
+    ByValue,
+    ConfigError,
+    OptimizerHookState,
+    StepError,
+    hook_then_optimizer,
+    overlap_optimizer,
+)
 
 # Calls of step()
 
@@ -121,6 +130,50 @@ def check_overlapped_again_before_step():
         overlap_optimizer(ddp, optimizer)
     optimizer.step()
     overlap_optimizer(ddp, optimizer).remove()
+
+
+def check_another_optimizer_overlapped_before_step():
+    """On the same model: step() of the first one finds its step done."""
+    ddp, optimizer, handle = start()
+    train_on(ddp, optimizer, batches(1))
+    backward(ddp, batches(1)[0])
+    after = snapshot(ddp)
+    handle.remove()
+    overlap_optimizer(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
+    optimizer.step()
+    assert_same(snapshot(ddp), after)
+
+
+def _by_hook(ddp, optimizer):
+    ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(optimizer)))
+
+
+@cases(
+    {
+        f"{name}, step() {'called' if calls else 'left out'}": (overlap, calls)
+        for name, overlap in (("overlap_optimizer", overlap_optimizer), ("hook_then_optimizer", _by_hook))
+        for calls in (True, False)
+    }
+)
+@as_ordinary
+def check_a_model_that_is_gone_before_step(overlap, calls, *, overlapped):
+    """Its last pass has stepped, once; the loop steps what its module trains alone afterwards."""
+    net = Net()
+    ddp = make_ddp(net)
+    optimizer = adamw(ddp)
+    if overlapped:
+        overlap(ddp, optimizer)
+    if calls:
+        train_on(ddp, optimizer, batches(1))
+    backward(ddp, batches(2)[1])
+    gone = weakref.ref(ddp)
+    del ddp
+    gc.collect()
+    assert gone() is None
+    if calls or not overlapped:
+        optimizer.step()
+    optimizer.zero_grad()
+    return train_on(net, optimizer, batches(2, seed=1))
 
 
 @as_ordinary

@@ -336,6 +336,50 @@ def check_too_late(change, words, released):
         assert_same(snapshot(ddp), now)
 
 
+@cases(
+    {
+        "a list": (lambda group: group["betas"].insert(0, 0.5),),
+        "a list in a dictionary": (lambda group: group["own"]["marks"].append(1),),
+        "a tensor in a tuple": (lambda group: group["own"]["pair"][0].add_(1),),
+    }
+)
+def check_an_option_changed_in_place(change):
+    ddp, optimizer, _ = start()
+    group = optimizer.param_groups[0]
+    group.update(betas=[0.9, 0.99], own={"marks": [], "pair": (torch.ones(2), 1)})
+    train_on(ddp, optimizer, batches(1))
+    backward(ddp, batches(1)[0])
+    change(group)
+    with pytest.raises(ConfigError, match="of parameter group 0 was changed"):
+        optimizer.step()
+
+
+def _step_left_out(ddp, optimizer):
+    optimizer.zero_grad()
+    backward(ddp, batches(1)[0])
+
+
+@cases(
+    {
+        "step() left out": (_step_left_out, "was not called"),
+        "gradients changed": (_clamp_gradients, "gradients were changed"),
+    }
+)
+def check_errors_after_remove_are_raised_once(wrong, words):
+    """No further remove() could end them; then every step() is an ordinary one."""
+    ddp, optimizer, handle = start()
+    train_on(ddp, optimizer, batches(1))
+    backward(ddp, batches(1)[0])
+    handle.remove()
+    after = snapshot(ddp)
+    wrong(ddp, optimizer)
+    with pytest.raises(ConfigError, match=words):
+        optimizer.step()
+    assert_same(snapshot(ddp), after)
+    optimizer.step()
+    assert_same(changed(ddp, after), EVERY)
+
+
 def check_looking_is_allowed():
     """A norm of gradients, and gradients by torch.autograd.grad; options that do not equal themselves."""
     ddp, optimizer, handle = start(find_unused_parameters=True)

@@ -116,13 +116,24 @@ class Counts(torch.optim.SGD):
         return super().step(closure)
 
 
-@cases({"kept": ({}, [3]), "released": (RELEASED, [2, 1])})
+class WithEmpty(torch.nn.Sequential):
+    """The first one of its parameters has no values, and so no address."""
+
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.empty = torch.nn.Parameter(torch.empty(0))
+
+    def forward(self, x):
+        return super().forward(x) + self.empty.sum()
+
+
+@cases({"kept": ({}, [4]), "released": (RELEASED, [3, 1])})
 def check_large_buckets_in_parts(options, sizes):
     """A part is freed before the next one is stepped, and clipping still applies to the whole bucket."""
     runs = []
     for overlap in ({}, options):
         torch.manual_seed(0)
-        net = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(3)])
+        net = WithEmpty(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(3)])
         ddp, _, _ = start(
             lambda ddp: Counts(ddp.parameters(), lr=0.01),
             net=net,

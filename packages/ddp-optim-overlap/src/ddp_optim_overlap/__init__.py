@@ -22,7 +22,7 @@ from ddp_optim_overlap.in_backward import (
     apply_optimizer_in_backward,
     get_in_backward_optimizers,
 )
-from ddp_optim_overlap.optimizers.reviewed import declare_steps_per_parameter
+from ddp_optim_overlap.optimizers.admission import declare_steps_per_parameter
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
 from ddp_optim_overlap.report import StepReport
 

@@ -55,16 +55,7 @@ class ByValue(ClipPolicy):
 
 
 @dataclass
-class PerBucketNorm(ClipPolicy):
-    """An approximation: scale the gradients of every bucket so that their norm is at most ``max_norm``.
-
-    Buckets with small gradients keep them, so directions change; the whole norm can reach
-    ``max_norm * sqrt(buckets)``. How parameters fall into buckets depends on ``bucket_cap_mb``.
-
-    Args:
-        max_norm: The limit of each bucket's 2-norm, positive.
-    """
-
+class _NormLimit(ClipPolicy):
     max_norm: float
 
     def __post_init__(self) -> None:
@@ -74,6 +65,18 @@ class PerBucketNorm(ClipPolicy):
         """Return the limit."""
         return {"max_norm": self.max_norm}
 
+
+@dataclass
+class PerBucketNorm(_NormLimit):
+    """An approximation: scale the gradients of every bucket so that their norm is at most ``max_norm``.
+
+    Buckets with small gradients keep them, so directions change; the whole norm can reach
+    ``max_norm * sqrt(buckets)``. How parameters fall into buckets depends on ``bucket_cap_mb``.
+
+    Args:
+        max_norm: The limit of each bucket's 2-norm, positive.
+    """
+
     def clip(self, parameters: Sequence[torch.Tensor]) -> None:
         """Scale in place."""
         gradients = _gradients(parameters)
@@ -81,7 +84,7 @@ class PerBucketNorm(ClipPolicy):
 
 
 @dataclass
-class PreviousStepNorm(ClipPolicy):
+class PreviousStepNorm(_NormLimit):
     """An approximation: scale by the factor that ``clip_grad_norm_`` would have used in the previous step.
 
     A sudden large gradient is clipped one step late. While no norm is known yet, every bucket is
@@ -92,16 +95,8 @@ class PreviousStepNorm(ClipPolicy):
         previous: The norm to begin with; on resuming, the saved :attr:`norm`.
     """
 
-    max_norm: float
     previous: float | torch.Tensor | None = None
     _squares: list[torch.Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        _require_positive("max_norm", self.max_norm)
-
-    def terms(self) -> dict[str, object]:
-        """Return the limit."""
-        return {"max_norm": self.max_norm}
 
     def begin(self) -> None:
         """Clip by the last step's norm from now on."""

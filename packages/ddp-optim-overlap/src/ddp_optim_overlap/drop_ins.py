@@ -3,7 +3,7 @@
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.loop.optimizers import OverlappedOptimizers
 from ddp_optim_overlap.model import require_separate_memory
-from ddp_optim_overlap.optimizers.reviewed import require_plain_step, require_step_per_parameter
+from ddp_optim_overlap.optimizers.admission import require_plain_step, require_step_per_parameter
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
+from ddp_optim_overlap.passes.averaging import average_like_ddp
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch, gradient_marks
 from ddp_optim_overlap.passes.stepper import Stepper
@@ -66,7 +67,7 @@ class OptimizerHookState:
         if isinstance(functional_optim, torch.optim.Optimizer):
             require_plain_step(functional_optim)
             require_separate_memory([functional_optim])
-            require_step_per_parameter(functional_optim, declared=steps_per_parameter, sparse=())
+            require_step_per_parameter(functional_optim, declared=steps_per_parameter, sparse={})
             overlapped = OverlappedOptimizers([functional_optim], only=self.params_to_optimize)
             overlapped.calls.replace()
             self.stepper: OverlappedOptimizers | _StepFunctions = overlapped
@@ -102,21 +103,39 @@ class EngineAtFirstBucket:
     """Takes buckets for an engine that is made with the first one, unless started earlier.
 
     Args:
-        make: Makes the engine from a process group, the state that the hook was registered with and, if
-            known, the model.
+        stepper: What the engine steps with.
+        comm_hook: What averages, with the state that the hook was registered with; ``None``: as DDP does.
+        skips_unused: As for :class:`Engine`.
     """
 
-    def __init__(
-        self, make: Callable[[dist.ProcessGroup, object, DistributedDataParallel | None], Engine]
-    ) -> None:
-        self._make = make
-        self.engine: Engine | None = None
+    def __init__(self, stepper: Stepper, comm_hook: CommHook | None, *, skips_unused: bool) -> None:
+        self._stepper, self._comm_hook, self._skips_unused = stepper, comm_hook, skips_unused
+        self._engine: Engine | None = None
 
     def start(self, hook_state: object, model: DistributedDataParallel | None = None) -> Engine:
-        """Return the engine, and make it if needed."""
-        if self.engine is None:
-            self.engine = self._make(_group_of(hook_state), hook_state, model)
-        return self.engine
+        """Return the engine, and make it if needed.
+
+        Args:
+            hook_state: The state that the hook was registered with.
+            model: The model, if known.
+        """
+        if self._engine is not None:
+            return self._engine
+        group = _group_of(hook_state)
+        engine = Engine(
+            group,
+            [] if model is None else [one for one in model.parameters() if one.requires_grad],
+            self._stepper,
+            self._comm_hook or average_like_ddp,
+            group if self._comm_hook is None else hook_state,
+            model=model,
+            skips_unused=self._skips_unused,
+        )
+        if isinstance(self._stepper, OverlappedOptimizers):
+            self._stepper.calls.attach(engine)
+        weakref.finalize(self, engine.remove).atexit = False  # with the model, which has the hook
+        self._engine = engine
+        return engine
 
     def take(self, hook_state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Act as the communication hook for one bucket."""
@@ -167,15 +186,7 @@ def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> 
             f"optimizer_state must be an OptimizerHookState, got {type(optimizer_state).__name__}"
         )
 
-    def make(group: dist.ProcessGroup, hook_state: object, model: DistributedDataParallel | None) -> Engine:
-        del model
-        stepper = optimizer_state.stepper
-        engine = Engine(group, [], stepper, hook, hook_state)
-        if isinstance(stepper, OverlappedOptimizers):
-            stepper.calls.attach(engine)
-        return engine
-
-    lazy = EngineAtFirstBucket(make)
+    lazy = EngineAtFirstBucket(optimizer_state.stepper, hook, skips_unused=False)
 
     def hook_then_step(hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return lazy.take(hook_state, bucket)

@@ -8,16 +8,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.drop_ins import EngineAtFirstBucket
 from ddp_optim_overlap.model import another_hook, comm_hooks, register_comm_hook
-from ddp_optim_overlap.optimizers.reviewed import require_plain_step
-from ddp_optim_overlap.passes.averaging import average_like_ddp
-from ddp_optim_overlap.passes.engine import Engine
+from ddp_optim_overlap.optimizers.admission import require_plain_step
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch
 from ddp_optim_overlap.passes.stepper import Stepper
 from dist_utils.comm_hooks import CommHook
@@ -135,13 +132,7 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
     """
     del gradient_is_bucket_view
 
-    def make(group: dist.ProcessGroup, hook_state: object, model: DistributedDataParallel | None) -> Engine:
-        del hook_state
-        parameters = [] if model is None else [one for one in model.parameters() if one.requires_grad]
-        stepper = _OwnOptimizers()
-        return Engine(group, parameters, stepper, average_like_ddp, group, model=model, skips_unused=True)
-
-    lazy = EngineAtFirstBucket(make)
+    lazy = EngineAtFirstBucket(_OwnOptimizers(), None, skips_unused=True)
 
     def optimizers_in_backward_hook(
         hook_state: Any, bucket: GradBucket

@@ -104,8 +104,7 @@ def _require_one_first_bucket(ddp: DistributedDataParallel) -> None:
     gradient, has a bucket of its own.
     """
     kinds = {(one.dtype, one.device) for one in ddp.parameters() if one.requires_grad}
-    sparse = [module for module in ddp.modules() if getattr(module, "sparse", False)]
-    if len(kinds) + len(sparse) > 1:
+    if len(kinds) + len(sparse_parameters(ddp.module)) > 1:
         raise ConfigError(
             "DDP(static_graph=True) does not tell the buckets of its first pass apart, of which there are "
             "several where parameters have several dtypes or devices, or sparse gradients: leave "
@@ -144,10 +143,10 @@ def averaged_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]
     }
 
 
-def sparse_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters with sparse gradients by name, found as DDP itself finds them."""
+def sparse_parameters(module: nn.Module) -> dict[torch.Tensor, str]:
+    """Return the parameters with sparse gradients, found as DDP itself finds them, with their names."""
     return {
-        f"{name}.weight".lstrip("."): part.weight
+        part.weight: f"{name}.weight".lstrip(".")
         for name, part in module.named_modules()
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.requires_grad
     }
@@ -184,7 +183,7 @@ def register_comm_hook(
     Raises:
         ConfigError: The model has a built-in hook.
     """
-    hooks = _own_hooks(ddp)
+    hooks = comm_hooks(ddp)
     before = list(hooks)
     try:
         ddp.register_comm_hook(state, hook)
@@ -203,11 +202,6 @@ def another_hook(hook: object = None) -> ConfigError:
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
-    """Return the communication hooks that a model has, with their states."""
-    return list(_own_hooks(ddp))
-
-
-def _own_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
-    """Return a model's own list of them. No public name up to torch 2.15."""
+    """Return a model's own list of its communication hooks and states. No public name up to torch 2.15."""
     hooks: list[tuple[Callable[..., Any], object]] = private(ddp, "_comm_hooks", "an overlap beside hooks")
     return hooks

@@ -27,9 +27,7 @@ from ddp_optim_overlap.model import (
     require_separate_memory,
     sparse_parameters,
 )
-from ddp_optim_overlap.optimizers.partial_steps import parameters_of
-from ddp_optim_overlap.optimizers.reviewed import require_plain_step, require_step_per_parameter
-from ddp_optim_overlap.optimizers.trial import require_sparse_support
+from ddp_optim_overlap.optimizers.admission import require_plain_step, require_step_per_parameter
 from ddp_optim_overlap.passes.averaging import average_like_ddp
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.passes.phase import Phase
@@ -105,7 +103,7 @@ class OverlapHandle:
             ConfigError: A backward pass is stepping, around this call or in another thread.
         """
         self._engine.refuse_inside_pass("remove()")
-        self._engine.remove(watching=self._calls.remove())
+        self._engine.remove()
 
     def __enter__(self) -> "Self":
         return self
@@ -128,6 +126,11 @@ class _HookSlot:
 
     def __getstate__(self) -> dict[str, None]:
         return {"engine": None}
+
+    def remove(self) -> None:
+        """End the overlap with the model, which a handle or an optimizer may outlive."""
+        if self.engine is not None:
+            self.engine.remove()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_forward(self, *_: object) -> None:
@@ -239,12 +242,9 @@ def overlap_optimizer(
     sparse = sparse_parameters(ddp.module)
     for one in optimizers:
         require_plain_step(one)
-        for name, parameter in sparse.items():
-            if any(parameter is other for other in parameters_of(one)):
-                require_sparse_support(one, parameter, name)
-        require_step_per_parameter(one, declared=steps_per_parameter, sparse=sparse.values())
+        require_step_per_parameter(one, declared=steps_per_parameter, sparse=sparse)
     if sparse and clip is not None:
-        raise ConfigError(f"gradients of {', '.join(sparse)} are sparse: they cannot be clipped")
+        raise ConfigError(f"gradients of {', '.join(sparse.values())} are sparse: they cannot be clipped")
 
     overlapped = OverlappedOptimizers(optimizers, clip=clip)
     overlapped.require_averaged(averaged_parameters(ddp))
@@ -266,15 +266,12 @@ def overlap_optimizer(
         try:
             register_comm_hook(ddp, slot, overlapped_step_hook)
         except BaseException:
-            engine.remove(watching=overlapped.calls.remove())
+            engine.remove()
             raise
         ddp.register_forward_pre_hook(slot.before_forward)
+        weakref.finalize(ddp, slot.remove).atexit = False
     else:
-        if slot.engine is not None:
-            slot.engine.gradients.stop()
         slot.engine = engine
-    # A handle may outlive the model, but the engine's views of DDP's buckets must not.
-    weakref.finalize(ddp, engine.known_buckets.forget).atexit = False
     return OverlapHandle(engine, optimizers, overlapped.calls)
 
 

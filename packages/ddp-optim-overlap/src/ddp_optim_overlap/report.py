@@ -42,12 +42,9 @@ class StepReport:
         Values that are ``None`` are left out. Waits for an accelerator if there is a norm.
         """
         values = {
-            "number": self.number,
-            "buckets": self.buckets,
+            **vars(self),
             "stepped": len(self.stepped),
             "partial": len(self.partial),
-            "seconds": self.seconds,
-            "seconds_hidden": self.seconds_hidden,
             "hidden_ratio": self.hidden_ratio,
             "norm": None if self.norm is None else float(self.norm),
         }

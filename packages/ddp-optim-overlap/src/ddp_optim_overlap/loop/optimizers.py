@@ -8,11 +8,11 @@ import torch
 
 from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.errors import ConfigError
-from ddp_optim_overlap.loop.replaced_step import has_pre_hooks
 from ddp_optim_overlap.loop.step_calls import StepCalls
 from ddp_optim_overlap.loop.step_inputs import StepInputs
+from ddp_optim_overlap.loop.step_replacement import has_pre_hooks
+from ddp_optim_overlap.optimizers.admission import is_reviewed, require_step_per_parameter
 from ddp_optim_overlap.optimizers.partial_steps import PartialSteps
-from ddp_optim_overlap.optimizers.reviewed import is_reviewed, require_step_per_parameter
 from ddp_optim_overlap.optimizers.step_hooks import mark_stepped
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch
 from ddp_optim_overlap.passes.stepper import Stepper
@@ -72,7 +72,7 @@ class OverlappedOptimizers(Stepper):
         self.parts.begin()
         if self.parts.renewals != renewals:
             for one in filter(is_reviewed, self._optimizers):
-                require_step_per_parameter(one, declared=False, sparse=())
+                require_step_per_parameter(one, declared=False, sparse={})
         self._require_no_pre_hooks()
         if self._clip is not None:
             self._clip.begin()
@@ -113,6 +113,10 @@ class OverlappedOptimizers(Stepper):
             [parameter for inputs in stepped.values() for parameter in inputs.parameters],
             [mark for inputs in stepped.values() for mark in inputs.marks],
         )
+
+    def remove(self) -> bool:
+        """End the overlap; return whether the loop's ``step()`` for the last pass is still to come."""
+        return self.calls.remove()
 
     def _require_no_pre_hooks(self) -> None:
         for optimizer in self._optimizers:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from ddp_optim_overlap.errors import ConfigError
-from ddp_optim_overlap.loop.replaced_step import ReplacedStep, replaced_step_of
 from ddp_optim_overlap.loop.step_inputs import Comparison, StepInputs
+from ddp_optim_overlap.loop.step_replacement import StepReplacement, owner_of_step
 from ddp_optim_overlap.optimizers.partial_steps import parameters_of
 from ddp_optim_overlap.optimizers.step_hooks import step_post_hooks
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.passes.gradient_watch import is_capturing
-from ddp_optim_overlap.passes.phase import Phase
+from ddp_optim_overlap.passes.phase import OverlapState, Phase
 
 
 class _Habit(Enum):
@@ -42,8 +42,10 @@ class StepCalls:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
-        self._engine: Callable[[], Engine | None] | None = None
-        self._replaced: list[ReplacedStep] = []
+        self._engine: Callable[[], Engine | None] = lambda: None
+        self._state: OverlapState | None = None
+        """Kept for the calls of ``step()`` for the last pass, even if the engine is gone with the model."""
+        self._replacements: list[StepReplacement] = []
         self._pending: dict[torch.optim.Optimizer, StepInputs] = {}
         """The optimizers that the last pass stepped and whose ``step()`` was not called since."""
         self._habit = _Habit.UNKNOWN
@@ -59,14 +61,14 @@ class StepCalls:
         Raises:
             ConfigError: An optimizer is overlapped already.
         """
-        if self._replaced:
+        if self._replacements:
             return
         for optimizer in self._optimizers:
-            earlier = replaced_step_of(optimizer)
-            if earlier is not None:
-                _require_ended(earlier.instead, optimizer)
+            earlier = owner_of_step(optimizer)
+            if isinstance(earlier, StepCalls):
+                earlier.require_ended(optimizer)
                 earlier.restore()
-        self._replaced = [ReplacedStep(one, self._call, self._guard) for one in self._optimizers]
+        self._replacements = [StepReplacement(one, self, self._call, self._guard) for one in self._optimizers]
 
     def attach(self, engine: Engine) -> None:
         """Follow the passes of this engine.
@@ -74,19 +76,30 @@ class StepCalls:
         Raises:
             ConfigError: An optimizer is overlapped already.
         """
-        if self._engine is not None:
-            _require_ended(weakref.WeakMethod(self._call), self._optimizers[0])
+        if self._state is not None:
+            self.require_ended(self._optimizers[0])
         self.replace()
-        self._engine = weakref.ref(engine)  # which refers to this object: a cycle otherwise
+        self._engine, self._state = weakref.ref(engine), engine.state
 
-    @property
-    def is_active(self) -> bool:
-        """Whether passes may step, or the loop's call for a pass that has stepped is still to come."""
-        if self._engine is None:  # it is still to be made
-            return True
-        engine = self._engine()
-        removed = engine is None or engine.state.phase is Phase.REMOVED
-        return not removed or any(map(self._is_pending, self._optimizers))
+    def require_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if passes may still step this optimizer, or its call for a pass that has stepped is to come.
+
+        Raises:
+            ConfigError: The overlap has not ended.
+        """
+        if self._is_active():
+            gc.collect()  # a model is part of cycles, and may be waiting for this
+        if self._is_active():
+            raise ConfigError(
+                f"{type(optimizer).__name__} is overlapped already, and both would step it: remove() the "
+                "earlier overlap and call step() for its last pass first, or give each model an optimizer of "
+                "its own"
+            )
+
+    def _is_active(self) -> bool:
+        if self._state is None:  # it has ended, or is still to begin
+            return False
+        return self._state.phase is not Phase.REMOVED or any(map(self._is_pending, self._optimizers))
 
     def remove(self) -> bool:
         """Restore ``optimizer.step()``, unless the call for a pass that has stepped is still to come.
@@ -94,23 +107,19 @@ class StepCalls:
         Returns:
             Whether it is still to come.
         """
-        engine = self._current()
-        failed = engine is not None and engine.state.phase is Phase.FAILED
-        pending = not failed and any(map(self._is_pending, self._optimizers))
+        pending = any(map(self._is_pending, self._optimizers))
         if not pending:
-            self._leave()
+            self.restore()
         return pending
 
-    def _leave(self) -> None:
-        engine = self._current()
-        if engine is not None and engine.state.phase is Phase.REMOVED:
-            engine.gradients.stop()
-        while self._replaced:
-            self._replaced.pop().restore()
+    def restore(self) -> None:
+        """Restore ``optimizer.step()``; the overlap has ended, or is about to."""
+        state, self._state = self._state, None
+        if state is not None and state.phase is Phase.REMOVED:
+            state.gradients.stop()
+        while self._replacements:
+            self._replacements.pop().restore()
         self._pending.clear()
-
-    def _current(self) -> Engine | None:
-        return None if self._engine is None or not self._replaced else self._engine()
 
     # ---- a pass ----
 
@@ -144,7 +153,7 @@ class StepCalls:
         if is_capturing():
             return  # the next pass reads the answers
         unread, self._unread = self._unread, []
-        if any(comparison.found() for comparison in unread):
+        if any(comparison.differs() for comparison in unread):
             self._refuse_change(_SAMPLED, "the last backward() and its step()")
 
     # ---- a call of step() ----
@@ -157,20 +166,20 @@ class StepCalls:
         if callable(closure) and self._is_first_to_run_closure(optimizer):
             loss = self._run(closure)
             closure, call.arguments["closure"] = None, lambda: loss
-        engine = self._current()  # the closure may have made it
-        if engine is None:
+        state, engine = self._state, self._engine()  # the closure may have made them
+        if state is None:
             return step_now()
-        if engine.state.phase is not Phase.REMOVED:
+        removed = engine is None or state.phase is Phase.REMOVED
+        if engine is not None and not removed:
             engine.require_outside_pass()
         if self._is_pending(optimizer):
-            _refuse_arguments({**call.arguments, "closure": closure})
-            self._settle(engine, optimizer)
+            self._settle(state, optimizer, {**call.arguments, "closure": closure})
             return loss
         if self._pending:
-            self._forget_pending(engine)
-        if engine.state.phase is Phase.REMOVED:
-            self._leave()
-        elif engine.release is not None and engine.gradients.none_since_step:
+            self._forget_pending(state)
+        if removed:
+            self.restore()
+        elif engine is not None and engine.release is not None and state.gradients.none_since_step:
             _require_gradients(optimizer)
         return step_now()  # after pause() or no_sync(), or once more
 
@@ -185,23 +194,17 @@ class StepCalls:
 
     def _is_pending(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the last pass has stepped an optimizer whose ``step()`` was not called since."""
-        engine = self._current()
-        return (
-            engine is not None
-            and optimizer in self._pending
-            and engine.state.phase in (Phase.STEPPED, Phase.REMOVED)
-            and engine.gradients.none_since_step
-        )
+        return optimizer in self._pending and self._state is not None and self._state.awaits_call
 
     def _is_first_to_run_closure(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a closure runs before any step, because its backward pass may be the one that steps."""
-        engine = self._current()
-        if engine is None:
-            return self._engine is None  # the closure may make it
-        if engine.paused or engine.state.phase is Phase.REMOVED:
+        state, engine = self._state, self._engine()
+        if state is None:
+            return bool(self._replacements)  # the closure may make it
+        if engine is None or engine.paused or state.phase is Phase.REMOVED:
             return False
         engine.require_outside_pass()
-        self._refuse_late_call(engine, optimizer)
+        self._refuse_late_call(state, optimizer)
         self._habit = _Habit.CALLS
         return True
 
@@ -210,14 +213,28 @@ class StepCalls:
             with torch.enable_grad():
                 return closure()
         except RuntimeError:  # backward() raises its errors as RuntimeError
-            engine = self._current()
-            if engine is not None:
-                engine.state.raise_error()
+            if self._state is not None:
+                self._state.raise_error()
             raise
 
-    def _settle(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    def _settle(
+        self, state: OverlapState, optimizer: torch.optim.Optimizer, arguments: Mapping[str, Any]
+    ) -> None:
         """Match a call of ``step()`` with the step of the last pass; raise if they do not fit."""
-        self._refuse_late_call(engine, optimizer)
+        try:
+            _refuse_arguments(arguments)
+            self._refuse_late_call(state, optimizer)
+            self._require_same_inputs(optimizer)
+        except ConfigError:
+            if state.phase is Phase.REMOVED:  # raised once: no remove() can end it
+                self._end_pending(state, optimizer)
+            raise
+        self._habit = _Habit.CALLS
+        self._end_pending(state, optimizer)
+        _run_step_hooks(optimizer)
+
+    def _require_same_inputs(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if what the last pass has stepped with was changed after the step."""
         inputs = self._pending[optimizer]
         changed = inputs.find_change(optimizer)
         if changed is None and getattr(optimizer, "found_inf", None) is not None:
@@ -225,30 +242,33 @@ class StepCalls:
         if changed is not None:
             self._refuse_change(changed, "backward() and step()")
         self._compare_on_device(optimizer, inputs)
-        self._habit = _Habit.CALLS
+
+    def _end_pending(self, state: OverlapState, optimizer: torch.optim.Optimizer) -> None:
         del self._pending[optimizer]
         if not self._pending:
-            engine.state.settle()
-            if engine.state.phase is Phase.REMOVED:
-                self._leave()
-        _run_step_hooks(optimizer)
+            state.settle()
+            if state.phase is Phase.REMOVED:
+                self.restore()
 
-    def _forget_pending(self, engine: Engine) -> None:
+    def _forget_pending(self, state: OverlapState) -> None:
         """Forget a pass whose ``step()`` was left out before an ordinary one; raise if that is none."""
         try:
             self._refuse_left_out_call()
-            if engine.gradients.some_used_are_left():
+            if state.gradients.some_used_are_left():
                 raise ConfigError(  # noqa: TRY301
                     "gradients have come between backward() and step(), after the step had been done: let "
                     "all of them come in no_sync() passes before the last one, or use the ordinary loop with "
                     "the same communication hook"
                 )
         except ConfigError as error:
-            raise engine.state.fail(error) from None
+            failure = state.fail(error)
+            if state.phase is Phase.REMOVED:  # raised once: no remove() can end it
+                self.restore()
+            raise failure from None
         self._pending.clear()
         self._habit = _Habit.LEAVES_OUT
-        if engine.state.phase is Phase.STEPPED:
-            engine.state.settle()
+        if state.phase is Phase.STEPPED:
+            state.settle()
 
     def _compare_on_device(self, optimizer: torch.optim.Optimizer, inputs: StepInputs) -> None:
         """Start a comparison of what lies on accelerators; wait for the first one of an optimizer.
@@ -263,7 +283,7 @@ class StepCalls:
             self._unread.append(comparison)
             return
         self._compared.add(optimizer)
-        if comparison.found():
+        if comparison.differs():
             self._refuse_change(_SAMPLED, "backward() and step()")
 
     def _refuse_change(self, changed: str, where: str) -> None:
@@ -272,8 +292,7 @@ class StepCalls:
             "to overlap_optimizer, or use the ordinary loop with the same communication hook. For a norm "
             "that is only looked at: torch.nn.utils.get_total_norm"
         )
-        engine = self._current()
-        raise error if engine is None else engine.state.fail(error)
+        raise error if self._state is None else self._state.fail(error)
 
     def _refuse_left_out_call(self) -> None:
         """Raise if the loop has called ``step()`` after earlier passes and not after the last one."""
@@ -285,10 +304,10 @@ class StepCalls:
                 "call handle.pause() around a backward pass that is to step nothing, or not everything"
             )
 
-    def _refuse_late_call(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    def _refuse_late_call(self, state: OverlapState, optimizer: torch.optim.Optimizer) -> None:
         """Raise if passes stepped more than this call of ``step()`` stands for, or in a different order."""
         if self._habit is _Habit.LEAVES_OUT and self._pending:
-            raise engine.state.fail(
+            raise state.fail(
                 ConfigError(
                     "several backward passes have stepped, and step() is called for the first time: each of "
                     "them was a step. Call step() after every backward pass or after none, and "
@@ -306,31 +325,6 @@ class StepCalls:
 
 
 _SAMPLED = "gradients or parameters were changed (clipped, unscaled, ...)"
-
-
-def _require_ended(instead: weakref.WeakMethod[Callable[..., Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Raise if an overlap of an optimizer has not ended.
-
-    Args:
-        instead: A method of the overlap's :class:`StepCalls`.
-        optimizer: The optimizer.
-
-    Raises:
-        ConfigError: It may still step.
-    """
-
-    def is_active() -> bool:
-        method: Any = instead()
-        return method is not None and method.__self__.is_active
-
-    if is_active():
-        gc.collect()  # a model is part of cycles, and may be waiting for this
-        if is_active():
-            raise ConfigError(
-                f"{type(optimizer).__name__} is overlapped already, and both would step it: remove() the "
-                "earlier overlap and call step() for its last pass first, or give each model an optimizer of "
-                "its own"
-            )
 
 
 def _refuse_arguments(arguments: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ddp_optim_overlap.optimizers.equality import same_value
-from ddp_optim_overlap.optimizers.partial_steps import parameters_of
+from ddp_optim_overlap.optimizers.partial_steps import PARAMETER_NAMES, parameters_of
 from ddp_optim_overlap.passes.gradient_watch import GradientMark, gradient_marks, tensor_versions
 from dist_utils.torch_compat import tensor_version
 
@@ -53,7 +53,7 @@ class StepInputs:
             options_set: The options that the step itself has set, by group.
         """
         for number, values in options_set.items():
-            self._options[number].update(_comparable(values))
+            self._options[number].update({name: _copy_of(value) for name, value in values.items()})
         self.parameters = parameters = parameters_of(optimizer)
         self._versions = tensor_versions(parameters)
         self.marks = gradient_marks(parameters)
@@ -99,26 +99,32 @@ class StepInputs:
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for parameter, _ in self._sample:
             for tensor in (parameter, parameter.grad):
-                if tensor is not None and tensor.device.type not in _READ_AT_ONCE and _is_dense(tensor):
+                if tensor is not None and not tensor.is_cpu and _is_dense(tensor):
                     first = tensor.detach().as_strided((min(tensor.numel(), _VALUES),), (1,))
                     by_kind.setdefault((tensor.device, tensor.dtype), []).append(first)
         return {kind: torch.cat(values) for kind, values in by_kind.items()}
 
 
 def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [_comparable(group) for group in optimizer.param_groups]
+    """Return the options of all groups for a later comparison; of the parameters, only their number."""
+    return [
+        {name: len(value) if name in _LISTS else _copy_of(value) for name, value in group.items()}
+        for group in optimizer.param_groups
+    ]
 
 
-def _comparable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options for a later comparison: the number of parameters, identity and version of a tensor."""
-    return {
-        name: len(value)
-        if name == "params"
-        else (id(value), tensor_version(value))
-        if isinstance(value, torch.Tensor)
-        else value
-        for name, value in group.items()
-    }
+_LISTS = ("params", PARAMETER_NAMES)
+
+
+def _copy_of(value: Any) -> Any:
+    """Return a copy of an option that shows changes in place; of a tensor, its identity and version."""
+    if isinstance(value, torch.Tensor):
+        return id(value), tensor_version(value)
+    if isinstance(value, Mapping):
+        return {key: _copy_of(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_copy_of(one) for one in value]
+    return value
 
 
 _SAMPLED = 8
@@ -148,8 +154,6 @@ def _first_bytes(tensor: torch.Tensor | None) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), min(_SAMPLED_BYTES, tensor.nbytes))
 
 
-_READ_AT_ONCE = ("cpu", "meta")
-"""Devices whose tensors need no sample."""
 _VALUES = 128
 """The number of values sampled per tensor, from its beginning."""
 
@@ -172,7 +176,7 @@ class Comparison:
         self._differ = [one.to("cpu", non_blocking=True) for one in differ]
         self._events = [_record_event(device) for device in {one.device for one in differ}]
 
-    def found(self) -> bool:
+    def differs(self) -> bool:
         """Return the answer. Waits until the devices have computed the comparison."""
         for event in self._events:
             event.synchronize()

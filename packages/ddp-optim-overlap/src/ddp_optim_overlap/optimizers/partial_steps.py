@@ -12,7 +12,7 @@ from ddp_optim_overlap.errors import UnsupportedOptimizerError
 from ddp_optim_overlap.optimizers.equality import same_value
 from ddp_optim_overlap.optimizers.step_hooks import NOT_OF_THE_STEP, step_without_hooks, without_step_hooks
 
-_PARAMETER_NAMES = "param_names"
+PARAMETER_NAMES = "param_names"
 """The option in which torch keeps the names of a group's parameters, in their order."""
 
 _MOST_KNOWN_PLACES = 1000
@@ -149,7 +149,7 @@ class _PartialStep:
             {
                 name: value
                 for name, value in group.items()
-                if name not in ("params", _PARAMETER_NAMES) and value is not before.get(name, group)
+                if name not in ("params", PARAMETER_NAMES) and value is not before.get(name, group)
             },
         )
         known = self._options_set.get(number)
@@ -191,8 +191,8 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def part_of(group: dict[str, Any], positions: Sequence[int]) -> dict[str, Any]:
     """Return a group with only some of its parameters and their names."""
     part = {**group, "params": [group["params"][position] for position in positions]}
-    if _PARAMETER_NAMES in group:
-        part[_PARAMETER_NAMES] = [group[_PARAMETER_NAMES][position] for position in positions]
+    if PARAMETER_NAMES in group:
+        part[PARAMETER_NAMES] = [group[PARAMETER_NAMES][position] for position in positions]
     return part
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ddp_optim_overlap.errors import UnsupportedGradientError, UnsupportedOptimizerError
+from ddp_optim_overlap.errors import UnsupportedOptimizerError
 from ddp_optim_overlap.optimizers.equality import same_value
 from ddp_optim_overlap.optimizers.partial_steps import PartialSteps, parameters_of, part_of, stand_in
 from ddp_optim_overlap.optimizers.step_hooks import NOT_OF_THE_STEP, step_without_hooks
@@ -57,12 +57,12 @@ def refusal(reason: str) -> UnsupportedOptimizerError:
     return UnsupportedOptimizerError(f"{reason}: use the ordinary loop with the same communication hook")
 
 
-def require_passed_trial(optimizer: torch.optim.Optimizer, sparse: Collection[torch.Tensor]) -> None:
+def require_passed_trial(optimizer: torch.optim.Optimizer, left_out: Collection[torch.Tensor]) -> None:
     """Raise unless stepping parameters one by one gives the same bits as stepping them together.
 
     Args:
         optimizer: Not changed, nor are its parameters, their gradients and its state.
-        sparse: Parameters with sparse gradients, which are left out.
+        left_out: Parameters that are not tried, because their gradients are sparse.
 
     Raises:
         UnsupportedOptimizerError: Values, states or options differ, as they also do if a step draws random
@@ -72,7 +72,7 @@ def require_passed_trial(optimizer: torch.optim.Optimizer, sparse: Collection[to
     Cost:
         Nine steps of three copies with some small parameters of each group: some tenths of a second.
     """
-    places = _places_to_try(optimizer, sparse)
+    places = _places_to_try(optimizer, left_out)
     try:
         with _trial(optimizer):
             if places:
@@ -83,37 +83,6 @@ def require_passed_trial(optimizer: torch.optim.Optimizer, sparse: Collection[to
         name = type(optimizer).__name__
         raise refusal(
             f"the step of {name} failed on small copies of parameters, with {error_text(error)}"
-        ) from error
-
-
-def require_sparse_support(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str) -> None:
-    """Raise unless the optimizer can step a parameter whose gradient is sparse.
-
-    Args:
-        optimizer: Not changed.
-        parameter: One of its own. A copy is stepped with small values.
-        name: The parameter's name in the message.
-
-    Raises:
-        UnsupportedGradientError: It cannot.
-        UnsupportedOptimizerError: It has what cannot be copied.
-    """
-    place = next(
-        (number, at)
-        for number, group in enumerate(optimizer.param_groups)
-        for at, other in enumerate(group["params"])
-        if parameter is other
-    )
-    try:
-        with _trial(optimizer):
-            copied = _Copy(optimizer, [place])
-            copied.step([torch.ones_like(one).to_sparse(1) for one in copied.parameters])
-    except _NOT_OF_THE_STEP:
-        raise
-    except Exception as error:
-        raise UnsupportedGradientError(
-            f"{type(optimizer).__name__} cannot step {name}, whose gradient is sparse: {error}. "
-            "Use SGD, Adagrad or SparseAdam for it, or an embedding with sparse=False"
         ) from error
 
 
@@ -210,7 +179,7 @@ class _Copy:
         self.parameters = [small[one] for one in originals]
         for one, own in zip(self.parameters, of_parameters, strict=True):
             vars(one).update(own)
-        self._lent = [torch.empty_like(one) for one in self.parameters]
+        self._gradients = [torch.empty_like(one) for one in self.parameters]
 
     def step(self, gradients: _Gradients, direction: int = 0) -> None:
         """Step all parameters at once, or one after another in a direction."""
@@ -227,7 +196,7 @@ class _Copy:
         parts.begin()
         for parameter in self.parameters:
             parameter.grad = None if direction > 0 else torch.ones_like(parameter)
-        steps = list(zip(self.parameters, self._lent, gradients, strict=True))
+        steps = list(zip(self.parameters, self._gradients, gradients, strict=True))
         for parameter, lent, gradient in steps[::direction]:
             before, parameter.grad = parameter.grad, None if gradient is None else lent.copy_(gradient)
             parts.step([parameter])
@@ -277,14 +246,14 @@ class _CutCopies(TorchFunctionMode):
         return _cut(tensor, parameter) if alike else tensor.detach().clone()
 
 
-def _places_to_try(optimizer: torch.optim.Optimizer, sparse: Collection[torch.Tensor]) -> _Places:
+def _places_to_try(optimizer: torch.optim.Optimizer, left_out: Collection[torch.Tensor]) -> _Places:
     """Return the smallest and the largest parameter of each group, number of dimensions, dtype and device."""
     kinds: dict[Any, list[tuple[int, int]]] = defaultdict(list)
-    left_out = set(map(id, sparse))
+    seen = set(left_out)  # a parameter may occur twice
     for number, group in enumerate(optimizer.param_groups):
         for at, one in enumerate(group["params"]):
-            if one.requires_grad and one.numel() and id(one) not in left_out:
-                left_out.add(id(one))  # it may occur twice
+            if one.requires_grad and one.numel() and one not in seen:
+                seen.add(one)
                 kinds[number, one.dim(), one.dtype, one.device].append((one.numel(), at))
     chosen = list(kinds)[:: math.ceil(len(kinds) / _MOST_KINDS) or 1]
     return sorted({(kind[0], at) for kind in chosen for _, at in (min(kinds[kind]), max(kinds[kind]))})

@@ -19,7 +19,7 @@ from ddp_optim_overlap.errors import (
     StepError,
     UnsupportedOptimizerError,
 )
-from ddp_optim_overlap.passes.bucket import Bucket, gradients_replaced
+from ddp_optim_overlap.passes.bucket import Bucket, lend_gradients
 from ddp_optim_overlap.passes.phase import OverlapState
 from ddp_optim_overlap.passes.release import ReleasedPass
 from ddp_optim_overlap.passes.stepper import Stepper
@@ -105,7 +105,7 @@ class BackwardPass:
         self._bytes = [0]  # of the first bucket, the first two, and so on
         self._announced = self._taken = 0  # how many of them, the oldest ones
         self._newest_job: torch.futures.Future[Any] | None = None
-        self._stepping = threading.Lock()
+        self._step_lock = threading.Lock()
         # For the report
         self._stepped: list[int] = []
         self._partial: tuple[int, ...] = ()
@@ -154,7 +154,7 @@ class BackwardPass:
 
         DDP waits for every bucket: those that the worker does not know fail here.
         """
-        with self._stepping:
+        with self._step_lock:
             if self.number:
                 report = self._state.report = self.report()
                 error = error.with_report(report)
@@ -179,7 +179,7 @@ class BackwardPass:
         deadline = time.monotonic() + _MOST_SECONDS
         for bucket in self._queue:
             over = threading.Event()
-            bucket.averaged.add_done_callback(partial(_set, over))
+            bucket.average.add_done_callback(partial(_set, over))
             over.wait(max(0.0, deadline - time.monotonic()))
 
     def runs(self) -> bool:
@@ -194,7 +194,7 @@ class BackwardPass:
         if self.watch is not None:
             self.watch.end()  # otherwise nobody could write .grad
         if self.released is not None:
-            with self._stepping:
+            with self._step_lock:
                 self.released.end()
         if self.failure is None:
             self._queue = []  # they hold averages
@@ -217,14 +217,14 @@ class BackwardPass:
     # ---- on the worker ----
 
     def _step_one(self, bucket: Bucket, group: dist.ProcessGroup) -> torch.Tensor:
-        with self._keeping_errors():
+        with self._keep_errors():
             self._await_average(bucket, group)
             (average,) = self._step([bucket])
         return average
 
     def _step_until(self, count: int, group: dist.ProcessGroup) -> None:
         """Step this many of the oldest buckets, and others that are ready by then."""
-        with self._keeping_errors():
+        with self._keep_errors():
             while together := self._take_averaged(count, group):
                 for bucket, average in zip(together, self._step(together), strict=True):
                     bucket.end(average)
@@ -250,10 +250,10 @@ class BackwardPass:
         """Wait until the average is in the bucket."""
         try:
             bucket.await_used(group)
-            if not bucket.averaged.done():  # so the steps so far are hidden behind it
+            if not bucket.average.done():  # so the steps so far are hidden behind it
                 self._hidden += self._maybe_exposed
                 self._maybe_exposed = 0.0
-            bucket.gradients.write(bucket.averaged.wait())
+            bucket.gradients.write(bucket.average.wait())
         except Exception as error:
             text = f"bucket {bucket.index} was not averaged: {error_text(error)}"
             raise CommunicationError(text) from error
@@ -261,7 +261,7 @@ class BackwardPass:
     def _step(self, buckets: Sequence[Bucket]) -> list[torch.Tensor]:
         """Step averaged buckets together, unless the pass does not; return DDP's tensors for the averages."""
         if self.kind is PassKind.STEPS:
-            with self._stepping:
+            with self._step_lock:
                 if self.failure is None:
                     return self._step_now(buckets)
         return [bucket.gradients.buffer for bucket in buckets]
@@ -275,7 +275,7 @@ class BackwardPass:
         began = time.perf_counter()
         try:
             name = f"overlapped step:bucket_{'_'.join(map(str, indices))}"
-            with _modes_of_step(first.buffer.device, name), gradients_replaced(parameters, averages):
+            with _modes_of_step(first.buffer.device, name), lend_gradients(parameters, averages):
                 for bucket in buckets:
                     self._stepper.prepare(bucket.gradients.parameters)
                 for part in [parameters] if self.released is None else self.released.parts(first):
@@ -297,7 +297,7 @@ class BackwardPass:
         return results
 
     @contextlib.contextmanager
-    def _keeping_errors(self) -> Iterator[None]:
+    def _keep_errors(self) -> Iterator[None]:
         try:
             yield
         except OverlapError as error:

@@ -26,18 +26,18 @@ class Bucket:
     Attributes:
         index: Its number in DDP.
         gradients: The views that will hold its averaged gradients.
-        averaged: The future that the communication hook returned.
+        average: The future that the communication hook returned.
         used: Which of its parameters got a gradient, first on this rank, then on any rank; ``None`` if all.
     """
 
     index: int
     gradients: BucketGradients
-    averaged: torch.futures.Future[Any]
+    average: torch.futures.Future[Any]
     used: list[bool] | None = None
     _used_anywhere: tuple[torch.Tensor, dist.Work] | None = None
-    _end: threading.Lock = field(default_factory=threading.Lock)
+    _once: threading.Lock = field(default_factory=threading.Lock)
     """Whoever takes it completes the future; it is never released."""
-    _ended: torch.futures.Future[None] = field(default_factory=torch.futures.Future)
+    _done: torch.futures.Future[None] = field(default_factory=torch.futures.Future)
     _outcomes: list[torch.Tensor | Exception] = field(default_factory=list)
     """Taken out by the future's callback, which must not hold the bucket: a cycle through C++."""
 
@@ -50,7 +50,7 @@ class Bucket:
     @property
     def is_ready(self) -> bool:
         """Whether it can be stepped without waiting for its average or for another rank."""
-        return self.used is None and self.averaged.done()
+        return self.used is None and self.average.done()
 
     def share_used(self, used: list[bool], group: dist.ProcessGroup) -> None:
         """Let the ranks know from each other which parameters of the bucket got a gradient.
@@ -70,8 +70,8 @@ class Bucket:
         """Wait until it is known which parameters any rank has used."""
         if self.used is None:
             return
-        if self.averaged.done():
-            self.averaged.value()  # raises if it failed: a rank that did not come will not come here
+        if self.average.done():
+            self.average.value()  # raises if it failed: a rank that did not come will not come here
         anywhere, work = self._used_anywhere or self._start_sharing(self.used, group)
         work.wait()
         record_use(anywhere)
@@ -96,13 +96,13 @@ class Bucket:
     def future(self) -> torch.futures.Future[torch.Tensor]:
         """Return the future for DDP, whose value DDP takes for the average."""
         # Only an error raised in a callback reaches C++ waiters such as DDP's reducer.
-        return self._ended.then(partial(_outcome, self._outcomes))
+        return self._done.then(partial(_outcome, self._outcomes))
 
     def end(self, outcome: torch.Tensor | Exception) -> None:
         """Complete the future with the average or an error, unless it is complete."""
-        if self._end.acquire(blocking=False):
+        if self._once.acquire(blocking=False):
             self._outcomes.append(outcome)
-            self._ended.set_result(None)
+            self._done.set_result(None)
 
 
 def _outcome(outcomes: list[torch.Tensor | Exception], _: torch.futures.Future[None]) -> torch.Tensor:
@@ -212,7 +212,7 @@ def average_of(buffer: torch.Tensor, done: torch.futures.Future[Any]) -> torch.T
 
 
 @contextlib.contextmanager
-def gradients_replaced(
+def lend_gradients(
     parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> Iterator[None]:
     """Replace each ``parameter.grad`` by these gradients for a while.

@@ -94,7 +94,7 @@ class Engine:
         worker = OrderedWorker(process_group, name=NAME, terms=self._terms)
         self._worker: OrderedWorker | None = worker
         self._peers = Peers(worker)
-        self.state = OverlapState(worker)
+        self.state = OverlapState(worker, self.gradients)
         self._current = BackwardPass(PassKind.REMOVED, self.state, stepper)
         self._process_group, self._failed = process_group, False
         self.passes, self._steps = passes, 0
@@ -364,13 +364,9 @@ class Engine:
             )
         return current
 
-    def remove(self, *, watching: bool) -> None:
-        """Stop stepping; only average from now on.
-
-        Args:
-            watching: Whether gradients that come still matter, because ``step()`` is still to come.
-        """
-        if not watching:
+    def remove(self) -> None:
+        """Stop stepping; only average from now on, if the model still exists."""
+        if not self._stepper.remove():  # else step() asks which gradients have come
             self.gradients.stop()
         self.gradients.forget_used()
         self._failed |= self.state.phase is Phase.FAILED  # if called twice, too
@@ -379,10 +375,11 @@ class Engine:
             self._worker.close()
         self._worker = None
         self._current.end()
-        if self.release is not None:  # now that no job frees memory any more
+        goes_on = self._model() is not None
+        if goes_on and self.release is not None:  # now that no job frees memory any more
             self.release.memory.restore()
         self.known_buckets.forget()
-        if self._failed:
+        if goes_on and self._failed:
             self._current.await_averages()
         self._current = BackwardPass(PassKind.REMOVED, self.state, self._stepper)
 

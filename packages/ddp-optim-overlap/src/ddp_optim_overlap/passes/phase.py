@@ -6,6 +6,7 @@ import threading
 from enum import Enum
 
 from ddp_optim_overlap.errors import CommunicationError, ConfigError, OverlapError
+from ddp_optim_overlap.passes.gradient_watch import GradientWatch
 from ddp_optim_overlap.report import StepReport
 from dist_utils import OrderedWorker
 from dist_utils.process_groups import same_error
@@ -37,17 +38,20 @@ class OverlapState:
 
     Args:
         worker: Its error counts, too: that of a job or of a peer.
+        gradients: As the attribute.
 
     Attributes:
+        gradients: Which gradients have come.
         report: What the newest pass that steps has stepped, once it has ended or failed.
     """
 
-    def __init__(self, worker: OrderedWorker) -> None:
+    def __init__(self, worker: OrderedWorker, gradients: GradientWatch) -> None:
+        self.gradients = gradients
         self.report = StepReport()
         self._phase = Phase.IDLE
         self._worker: OrderedWorker | None = worker
         self._error: OverlapError | None = None
-        self._keeping = threading.Lock()  # a step may fail on the worker's thread
+        self._error_lock = threading.Lock()  # a step may fail on the worker's thread
 
     @property
     def phase(self) -> Phase:
@@ -55,6 +59,11 @@ class OverlapState:
         if self._phase is not Phase.REMOVED and self._first_error() is not None:
             return Phase.FAILED
         return self._phase
+
+    @property
+    def awaits_call(self) -> bool:
+        """Whether a pass has stepped and no gradient has come since: the next ``step()`` is for that pass."""
+        return self.phase in (Phase.STEPPED, Phase.REMOVED) and self.gradients.none_since_step
 
     def begin(self) -> None:
         """A pass that steps begins, after :meth:`raise_error`."""
@@ -78,7 +87,7 @@ class OverlapState:
 
         The peers hear of it without a wait for any of them: the worker's private group ends.
         """
-        with self._keeping:
+        with self._error_lock:
             first = self._first_error()
             if first is None:
                 first = self._error = _copy_of(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import ctypes
+import functools
 import mmap
 import os
 import threading
@@ -44,14 +45,11 @@ class BucketMemory(abc.ABC):
         """Free the memory that only these neighboring gradients of a bucket occupy."""
 
     @abc.abstractmethod
-    def give_back(
-        self, gradients: BucketGradients, *, alone: bool
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def give_back(self, gradients: BucketGradients) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Free a whole bucket, once nobody reads its gradients any more.
 
         Args:
             gradients: The gradients of a dense bucket.
-            alone: Whether the backward pass has no other bucket.
 
         Returns:
             The tensor that DDP may take for the average, and the gradients in it. If these are the ``.grad``
@@ -83,24 +81,26 @@ class PageMemory(BucketMemory):
 
     def give_back_part(self, views: Sequence[torch.Tensor]) -> None:
         """Free the pages that lie wholly inside these gradients."""
-        begin = min(view.data_ptr() for view in views)
-        end = max(view.data_ptr() + view.nbytes for view in views)
+        ranges = [(view.data_ptr(), view.nbytes) for view in views if view.nbytes]  # empty ones are at 0
+        begin = min((address for address, _ in ranges), default=0)
+        end = max((address + size for address, size in ranges), default=0)
         first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         last = end // mmap.PAGESIZE * mmap.PAGESIZE
         if first >= last:
             return
-        libc = ctypes.CDLL(None, use_errno=True)
         address, size = ctypes.c_void_p(first), ctypes.c_size_t(last - first)
-        if libc.madvise(address, size, mmap.MADV_DONTNEED) != 0:
+        if _libc().madvise(address, size, mmap.MADV_DONTNEED) != 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
-    def give_back(
-        self, gradients: BucketGradients, *, alone: bool
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def give_back(self, gradients: BucketGradients) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Free the pages that lie wholly inside the bucket."""
-        del alone
         self.give_back_part([gradients.buffer])
         return gradients.buffer, gradients.views
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)  # each call makes a new class
 
 
 class StorageMemory(BucketMemory):
@@ -117,13 +117,9 @@ class StorageMemory(BucketMemory):
         self._given: dict[torch.Tensor, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._scratch: dict[torch.device, torch.UntypedStorage] = {}
 
-    def give_back(
-        self, gradients: BucketGradients, *, alone: bool
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def give_back(self, gradients: BucketGradients) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Free the bucket once the current stream has reached this point."""
         buffer, size = gradients.buffer, gradients.buffer.untyped_storage().nbytes()
-        if alone:  # before DDP has rebuilt its buckets, say: the scratch would be just as large
-            return buffer, gradients.views
         scratch = self._scratch.get(buffer.device)
         if scratch is None or scratch.nbytes() < size:
             scratch = torch.empty(size, dtype=torch.uint8, device=buffer.device).untyped_storage()
@@ -297,7 +293,11 @@ class ReleasedPass:
         """
         if gradients.buffer.is_sparse:
             return gradients.buffer
-        value, views = self._release.memory.give_back(gradients, alone=self._only_bucket)
+        memory = self._release.memory
+        if self._only_bucket and not memory.stays_readable:  # what DDP takes instead would be as large
+            value, views = gradients.buffer, gradients.views
+        else:
+            value, views = memory.give_back(gradients)
         for parameter, view, used, instead in zip(
             gradients.parameters, gradients.views, averaged, views, strict=True
         ):

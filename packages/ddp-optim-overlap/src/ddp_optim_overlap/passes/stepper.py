@@ -45,3 +45,7 @@ class Stepper:
         Args:
             gradients: Learns which gradients were used.
         """
+
+    def remove(self) -> bool:
+        """End the overlap; return whether the loop's ``step()`` for the last pass is still to come."""
+        return False

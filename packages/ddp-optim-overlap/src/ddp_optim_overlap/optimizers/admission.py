@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed.algorithms.join import Joinable
 
+from ddp_optim_overlap.errors import UnsupportedGradientError
 from ddp_optim_overlap.optimizers.trial import refusal, require_passed_trial
 
 PER_PARAMETER = frozenset(
@@ -34,6 +35,9 @@ but LBFGS.
 
 Read in torch 2.6, 2.13 and 2.15. The exceptions are in :func:`require_step_per_parameter`.
 """
+
+WITH_SPARSE_GRADIENTS = frozenset({"Adagrad", "SGD", "SparseAdam"})
+"""Those that step with sparse gradients, too, without ``fused`` and ``weight_decay``."""
 
 _declared: set[type[torch.optim.Optimizer]] = set()
 
@@ -111,26 +115,28 @@ def require_plain_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def require_step_per_parameter(
-    optimizer: torch.optim.Optimizer, *, declared: bool, sparse: Collection[torch.Tensor]
+    optimizer: torch.optim.Optimizer, *, declared: bool, sparse: Mapping[torch.Tensor, str]
 ) -> None:
     """Raise unless the optimizer is known, or declared, to step per parameter.
 
     Args:
         optimizer: Not changed.
         declared: Whether the caller declares it, as :func:`declare_steps_per_parameter` does for a class.
-        sparse: Its parameters with sparse gradients.
+        sparse: Parameters with sparse gradients, and their names.
 
     Raises:
         UnsupportedOptimizerError: It is neither, or is declared and does not pass the trial.
+        UnsupportedGradientError: It is one of torch's, and cannot step with a sparse gradient.
 
     Cost:
         For a declared optimizer, that of the trial.
     """
     name = type(optimizer).__name__
     if is_reviewed(optimizer):
+        _require_sparse_support(optimizer, sparse)
         _require_uncoupled_options(optimizer, sparse)
     elif declared or type(optimizer) in _declared:
-        require_passed_trial(optimizer, sparse)
+        require_passed_trial(optimizer, left_out=sparse)
     else:
         raise refusal(
             f"{name} is not one of the optimizers of torch.optim that are known to step per parameter. If "
@@ -140,9 +146,22 @@ def require_step_per_parameter(
         )
 
 
-def _require_uncoupled_options(optimizer: torch.optim.Optimizer, sparse: Collection[torch.Tensor]) -> None:
+def _require_sparse_support(optimizer: torch.optim.Optimizer, sparse: Mapping[torch.Tensor, str]) -> None:
+    """Raise if one of torch's optimizers cannot step its parameters with sparse gradients."""
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        able = name in WITH_SPARSE_GRADIENTS and not (group.get("fused") or group.get("weight_decay"))
+        found = [sparse[one] for one in group["params"] if one in sparse]
+        if found and not able:
+            raise UnsupportedGradientError(
+                f"{name} cannot step {', '.join(found)}, whose gradient is sparse. Use SparseAdam for it, "
+                "SGD or Adagrad without fused and weight_decay, or an embedding with sparse=False"
+            )
+
+
+def _require_uncoupled_options(optimizer: torch.optim.Optimizer, sparse: Mapping[torch.Tensor, str]) -> None:
     """Raise if one of torch's optimizers steps a parameter differently beside some others."""
-    name, of_sparse = type(optimizer).__name__, set(map(id, sparse))
+    name = type(optimizer).__name__
     for group in optimizer.param_groups:
         stepped = [one for one in group["params"] if one.requires_grad]
         if name == "Adafactor" and group["eps"][0] is None and len({one.dtype for one in stepped}) > 1:
@@ -157,7 +176,7 @@ def _require_uncoupled_options(optimizer: torch.optim.Optimizer, sparse: Collect
                 f"{name} chooses foreach by all parameters of a group, of which some are on other devices or "
                 "of other classes. Give it foreach=True or foreach=False. Otherwise"
             )
-        kinds = {id(one) in of_sparse for one in stepped if not one.is_cpu}
+        kinds = {one in sparse for one in stepped if not one.is_cpu}
         if name == "Adagrad" and len(kinds) > 1 and group["foreach"] is not False and not group.get("fused"):
             raise refusal(
                 "Adagrad steps parameters with other operators if one of their group has a sparse gradient. "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -14,28 +13,27 @@ import torch
 from ddp_optim_overlap.optimizers.step_hooks import step_pre_hooks
 
 
-class ReplacedStep:
-    """Replaces an optimizer's ``step``, as schedulers do.
+class StepReplacement:
+    """Replaces an optimizer's ``step`` on the instance, as schedulers do.
 
     A step pre-hook guards the ``step`` of the class, for callers that kept ``optimizer.step`` from before.
 
     Args:
-        optimizer: Its ``step`` is replaced on the instance.
-        instead: A method, called with the optimizer, the call's arguments, and what does the ordinary step
-            with them. Its object is not kept alive; without it the ordinary step is done.
-        guard: A method that is called with the optimizer before any step of its class; likewise.
+        optimizer: Its ``step`` is replaced.
+        owner: What :func:`owner_of_step` returns meanwhile.
+        instead: Called with the optimizer, the call's arguments, and what does the ordinary step with them.
+        guard: Called with the optimizer before any step of its class.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
+        owner: object,
         instead: Callable[[torch.optim.Optimizer, inspect.BoundArguments, Callable[[], Any]], Any],
         guard: Callable[[torch.optim.Optimizer], None],
     ) -> None:
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizer = optimizer
         self._before = before = optimizer.__dict__.get("step")  # a wrapper that a scheduler has put there
-        self.instead = weak_instead = weakref.WeakMethod(instead)
-        weak_guard = weakref.WeakMethod(guard)
         signature = inspect.signature(type(optimizer).step)
 
         # No compiler can trace its questions, and the step of a pass is not compiled either.
@@ -47,8 +45,7 @@ class ReplacedStep:
                 args = call.args[1:]
                 return before(*args, **call.kwargs) if before else type(self).step(self, *args, **call.kwargs)
 
-            asked = weak_instead()
-            return step_now() if asked is None else asked(self, call, step_now)
+            return instead(self, call, step_now)
 
         @functools.wraps(before or type(optimizer).step)
         def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -56,11 +53,9 @@ class ReplacedStep:
 
         def ask_guard(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             del args, kwargs
-            asked = weak_guard()
-            if asked is not None:
-                asked(optimizer)
+            guard(optimizer)
 
-        step.replaced = self  # type: ignore[attr-defined]
+        step.owner = owner  # type: ignore[attr-defined]
         ask_guard.guards = True  # type: ignore[attr-defined]
         self._step = optimizer.__dict__["step"] = MethodType(step, optimizer)
         self._guard = optimizer.register_step_pre_hook(ask_guard)
@@ -68,17 +63,15 @@ class ReplacedStep:
     def restore(self) -> None:
         """Restore the previous ``step``, unless a scheduler has replaced this one."""
         self._guard.remove()
-        optimizer = self._optimizer()
-        if optimizer is not None and optimizer.__dict__.get("step") is self._step:
-            del optimizer.__dict__["step"]
+        if self._optimizer.__dict__.get("step") is self._step:
+            del self._optimizer.__dict__["step"]
             if self._before is not None:
-                optimizer.__dict__["step"] = self._before
+                self._optimizer.__dict__["step"] = self._before
 
 
-def replaced_step_of(optimizer: torch.optim.Optimizer) -> ReplacedStep | None:
-    """Return what has replaced the step of an optimizer, if anything has."""
-    replaced: ReplacedStep | None = getattr(optimizer.__dict__.get("step"), "replaced", None)
-    return replaced
+def owner_of_step(optimizer: torch.optim.Optimizer) -> object | None:
+    """Return the owner of the newest replacement of an optimizer's step, also under a scheduler's wrapper."""
+    return getattr(optimizer.__dict__.get("step"), "owner", None)
 
 
 def has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
