@@ -126,17 +126,20 @@ def exhaustive(session: nox.Session, torch: str) -> None:
 @nox.session
 @nox.parametrize("torch", torches(SUPPORTED_TORCH))
 def integration(session: nox.Session, torch: str) -> None:
-    """Run training jobs with several packages, on NCCL if there are enough GPUs, else Gloo; and GPU tests."""
-    env, how = ENV, SIDE_BY_SIDE
+    """Run training jobs with several packages, on NCCL if there are enough GPUs, else Gloo.
+
+    With ``--no-venv`` also the packages' tests on GPUs, which are part of ``unit`` otherwise.
+    """
+    env, tests, how = ENV, ["integration_tests"], SIDE_BY_SIDE
     if isinstance(session.virtualenv, PassthroughEnv):  # --no-venv: the host's own torch, nothing to install
         if TESTED_ON_HOST:
             session.skip("the host has one torch, which the first of these sessions has tested")
         TESTED_ON_HOST.append(torch)
         env = {**env, "PYTHONPATH": os.pathsep.join(str(ROOT / source) for source in SOURCES)}
+        tests += map(str, sorted(ROOT.glob("packages/*/tests/test_*_on_gpu.py")))
         how = []  # its GPUs allow only one test at a time
     else:
         install(session, *GROUPS["demo"], *GROUPS["examples"], *GROUPS["side-by-side"], torch=torch)
-    tests = ["integration_tests", *map(str, sorted(ROOT.glob("packages/*/tests/test_*_on_gpu.py")))]
     chosen = ["-m", "not exhaustive", *session.posargs]  # the last -m counts
     session.run("python", "-m", "pytest", *tests, *how, *chosen, env=env, external=True)
 
