@@ -3,6 +3,7 @@
 import itertools
 import types
 
+import pytest
 import torch
 import torch.distributed as dist
 from overlap_runs import (
@@ -20,7 +21,13 @@ from overlap_runs import (
     start,
     train_on,
 )
-from parity_cases import check_mode, check_optimizer, require_same, two  # noqa: F401 - checks are found by name
+from parity_cases import (  # noqa: F401 - checks are found by name
+    check_mode,
+    check_optimizer,
+    rare_optimizer,
+    require_same,
+    two,
+)
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -206,6 +213,14 @@ check = on_ranks(__name__, timeout=300, group_timeout=60)
 
 def test_two_ranks(check):
     check()
+
+
+rare = on_ranks(__name__, prefix="rare_", timeout=300, group_timeout=60)
+
+
+@pytest.mark.exhaustive
+def test_other_implementations_on_two_ranks(rare):
+    rare()
 
 
 # Three ranks: dividing and multiplying, before or after the sum, give different bits
