@@ -8,7 +8,7 @@ import pytest
 from soak import page, verdicts
 from soak.command import RESULTS, too_many_late
 from soak.faults import Job
-from soak.growth import judge_growth, remake, sample_loop
+from soak.growth import go_on, judge_growth, remake, sample_loop
 from soak.injection import run, why_skipped
 from soak.jobs import JobEnd, Runner
 from soak.network import network
@@ -118,8 +118,9 @@ def test_growth_is_seen_in_noise(change, verdict):
     assert judge_growth([grows, grows])["verdict"] == verdict
 
 
-def test_states_that_are_made_and_closed_hold_nothing():
-    samples = run_ranks(sample_loop, 2, partial(remake, "8 bits, feedback, overlap"), 40, timeout=120)
+@pytest.mark.parametrize("make", [go_on, remake])
+def test_steps_and_states_that_were_closed_hold_nothing(make):
+    samples = run_ranks(sample_loop, 3, partial(make, "8 bits, feedback, overlap"), 40, timeout=120)
     held = [[{**sample, "seconds": 0.0} for sample in rank] for rank in samples]  # the machine may be busy
     outcome = judge_growth(held)
     assert outcome["verdict"] == "right", outcome["problems"]

@@ -89,7 +89,7 @@ def measure_growth(options: Any) -> Iterator[dict[str, Any]]:
         options: Of the command line.
     """
     names = ["plain DDP", *(name for name in TRAININGS if name not in BASELINES)]
-    steps = {name: partial(_steps, name) for name in names}
+    steps = {name: partial(go_on, name) for name in names}
     groups = {
         "process groups with plain DDP": partial(_jobs, "plain DDP"),
         "process groups made and destroyed": partial(_jobs, "8 bits, feedback, overlap"),
@@ -139,7 +139,8 @@ def sample_loop(rank: int, make: Callable[[], Callable[[int], object]], count: i
     return [dict(zip(names, row, strict=True)) for row in samples.tolist()]
 
 
-def _steps(training: str) -> Callable[[int], object]:
+def go_on(training: str) -> Callable[[int], object]:
+    """Return what makes a step of a training."""
     return TRAININGS[training].begin(resolve_group(), Places()).step
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from overlap_runs import (
+    COMPLEX,
     adamw,
     as_ordinary,
     assert_same,
     backward,
     batches,
     cases,
-    complex_if_sent,
     ends,
     make_ddp,
     on_ranks,
@@ -148,7 +148,7 @@ class Mixed(torch.nn.Module):
         torch.manual_seed(0)
         self.embedding = torch.nn.Embedding(10, 8, sparse=True)
         self.first, self.second = torch.nn.Linear(8, 700), torch.nn.Linear(700, 4).double()
-        self.turn = torch.nn.Parameter(torch.randn(700, dtype=complex_if_sent()))
+        self.turn = torch.nn.Parameter(torch.randn(700, dtype=COMPLEX))
         self.columns = torch.nn.Parameter(torch.randn(4, 700).t())
         self.scale, self.empty = torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Parameter(torch.empty(0))
 
