@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.fsdp
 from torch.nn.parallel import DistributedDataParallel
 
 import dist_autograd_collectives as dac
