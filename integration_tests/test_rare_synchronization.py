@@ -103,7 +103,7 @@ def _many_runs(rank):
     ]
 
 
-def _expected(number, world_size, *, streaming):
+def _by_formula(number, world_size, *, streaming):
     """Return the end of a parameter by DiLoCo's formula, for all ranks in one process, in fp64."""
     turn, delay = (number, 2) if streaming else (0, 0)
     shared, velocity, sent = _parameters()[number].detach().double(), 0.0, None
@@ -138,7 +138,7 @@ def test_diloco_follows_its_formula_and_ranks_agree_bitwise_after_each_outer_ste
     for runs in ranks:
         assert [unequal for _, unequal in runs] == [[]] * 4
     plain, streamed = (
-        [_expected(number, 3, streaming=streaming) for number in range(3)] for streaming in (False, True)
+        [_by_formula(number, 3, streaming=streaming) for number in range(3)] for streaming in (False, True)
     )
     assert (plain[0] - streamed[0]).abs().max() > 0.1
     runs = [parameters for parameters, _ in ranks[0]]

@@ -30,7 +30,7 @@ def promises(module: str) -> set[str]:
     return set(importlib.import_module(module).__all__)
 
 
-def names_used(source: str) -> Iterator[tuple[int, str]]:
+def used_names(source: str) -> Iterator[tuple[int, str]]:
     """Yield every import, and everything that is looked up in an imported module, each with its line."""
     nodes, full_names = list(ast.walk(ast.parse(source))), {}
     for node in nodes:
@@ -63,7 +63,7 @@ def _is_module(name: str) -> bool:
 def broken_promises(source: str, own: str) -> list[str]:
     """Return what a package uses from its siblings although they do not promise it."""
     wrong = []
-    for line, full_name in names_used(source):
+    for line, full_name in used_names(source):
         module, names = full_name, []
         while module and not _is_module(module):
             module, _, name = module.rpartition(".")

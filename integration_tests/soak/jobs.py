@@ -133,13 +133,13 @@ class Watch:
         self._wait(self._all_ended, self.job.length)
 
     def _inject(self, step_seconds: float) -> None:
-        self._wait(lambda: self._begun() or self._all_ended(), 120.0)
-        if self._begun():
+        self._wait(lambda: self._has_begun() or self._all_ended(), 120.0)
+        if self._has_begun():
             time.sleep(self.job.moment * step_seconds)
             self._injected = time.monotonic()
             self.job.kind.action(self)
 
-    def _begun(self) -> bool:
+    def _has_begun(self) -> bool:
         """Return whether the victim has reached its step."""
         events = records.read(self._folder / f"record-{self.job.victim}")
         return any(event["event"] == "begins" and event["step"] == self.job.step for event in events)
