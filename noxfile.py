@@ -25,7 +25,7 @@ CHOSEN_TORCH = os.environ.get("TORCH_VERSIONS", "").split()
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "repository", "docs"]
-for name in ("mypy", "unit", "integration"):
+for name in ("mypy", "tests"):
     nox.options.sessions += [f"{name}({version})" for version in CHOSEN_TORCH or [DEFAULT_TORCH]]
 
 ROOT = Path(__file__).parent
@@ -108,7 +108,28 @@ def mypy(session: nox.Session, torch: str) -> None:
     session.run("mypy", *lenient, *(session.posargs or SOURCES))
 
 
+def run_everything(session: nox.Session, torch: str, marker: str) -> None:
+    """Run the unit and integration tests that a marker selects, with one torch."""
+    install(session, *GROUPS["demo"], *GROUPS["examples"], *GROUPS["side-by-side"], torch=torch)
+    chosen = ["integration_tests", *TESTS, *SIDE_BY_SIDE, "-m", marker, *session.posargs]
+    session.run("pytest", *chosen, env=ENV)
+
+
 @nox.session
+@nox.parametrize("torch", torches([DEFAULT_TORCH]))
+def tests(session: nox.Session, torch: str) -> None:
+    """Run ``unit`` and ``integration`` at once: workers import torch and all tests only once."""
+    run_everything(session, torch, "not exhaustive")
+
+
+@nox.session(default=False)
+@nox.parametrize("torch", torches([DEFAULT_TORCH]))
+def exhaustive(session: nox.Session, torch: str) -> None:
+    """Run the tests that ``tests`` leaves out (large families), with one torch."""
+    run_everything(session, torch, "exhaustive")
+
+
+@nox.session(default=False)
 @nox.parametrize("torch", torches(SUPPORTED_TORCH))
 def unit(session: nox.Session, torch: str) -> None:
     """Run the unit tests of every package with one torch, except the exhaustive ones."""
@@ -118,28 +139,22 @@ def unit(session: nox.Session, torch: str) -> None:
 
 
 @nox.session(default=False)
-@nox.parametrize("torch", torches([DEFAULT_TORCH]))
-def exhaustive(session: nox.Session, torch: str) -> None:
-    """Run the tests that ``unit`` and ``integration`` leave out (large families), with one torch."""
-    install(session, *GROUPS["demo"], *GROUPS["examples"], *GROUPS["side-by-side"], torch=torch)
-    chosen = [*TESTS, "integration_tests", *SIDE_BY_SIDE, "-m", "exhaustive", *session.posargs]
-    session.run("pytest", *chosen, env=ENV)
-
-
-@nox.session
 @nox.parametrize("torch", torches(SUPPORTED_TORCH))
 def integration(session: nox.Session, torch: str) -> None:
-    """Run training jobs with several packages, on NCCL if there are enough GPUs, else Gloo; and GPU tests."""
-    env, how = ENV, SIDE_BY_SIDE
+    """Run training jobs with several packages, on NCCL if there are enough GPUs, else Gloo.
+
+    With ``--no-venv`` also the packages' tests on GPUs, which are part of ``unit`` otherwise.
+    """
+    env, tests, how = ENV, ["integration_tests"], SIDE_BY_SIDE
     if isinstance(session.virtualenv, PassthroughEnv):  # --no-venv: the host's own torch, nothing to install
         if TESTED_ON_HOST:
             session.skip("the host has one torch, which the first of these sessions has tested")
         TESTED_ON_HOST.append(torch)
         env = {**env, "PYTHONPATH": os.pathsep.join(str(ROOT / source) for source in SOURCES)}
+        tests += map(str, sorted(ROOT.glob("packages/*/tests/test_*_on_gpu.py")))
         how = []  # its GPUs allow only one test at a time
     else:
         install(session, *GROUPS["demo"], *GROUPS["examples"], *GROUPS["side-by-side"], torch=torch)
-    tests = ["integration_tests", *map(str, sorted(ROOT.glob("packages/*/tests/test_*_on_gpu.py")))]
     chosen = ["-m", "not exhaustive", *session.posargs]  # the last -m counts
     session.run("python", "-m", "pytest", *tests, *how, *chosen, env=env, external=True)
 

@@ -37,7 +37,7 @@ def program(title, *, on_gpus=False):
     return names
 
 
-class Trained(NamedTuple):
+class Outcome(NamedTuple):
     """The parameters, what was sent, and the norms of gradients that were logged."""
 
     parameters: list[torch.Tensor]
@@ -45,12 +45,12 @@ class Trained(NamedTuple):
     norms: list[float]
 
 
-def _trained(net, state, handle, norms=()):
+def _outcome(net, state, handle, norms=()):
     parameters = [parameter.detach().clone() for parameter in net.parameters()]
     assert same_on_all_ranks(parameters)
     if handle is not None:
         assert len(handle.wait().stepped) > 1
-    return Trained(parameters, getattr(state, "statistics", None), list(norms))
+    return Outcome(parameters, getattr(state, "statistics", None), list(norms))
 
 
 def _layers():
@@ -99,7 +99,7 @@ class Lightning:
         trainer.fit(model, batches, ckpt_path=resumes, weights_only=True)
         if saves:
             trainer.save_checkpoint(saves)
-        return _trained(model, getattr(callback, "state", None), getattr(callback, "handle", None))
+        return _outcome(model, getattr(callback, "state", None), getattr(callback, "handle", None))
 
 
 class Accelerate:
@@ -145,7 +145,7 @@ class Accelerate:
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-        return _trained(model, state, handle)
+        return _outcome(model, state, handle)
 
 
 class Transformers:
@@ -189,7 +189,7 @@ class Transformers:
         assert trainer.state.global_step == STEPS
         norms = [step["grad_norm"] for step in trainer.state.log_history if "grad_norm" in step]
         assert len(norms) == STEPS
-        return _trained(net, getattr(callback, "quantized", None), getattr(callback, "handle", None), norms)
+        return _outcome(net, getattr(callback, "quantized", None), getattr(callback, "handle", None), norms)
 
 
 class Framework(NamedTuple):

@@ -2,11 +2,15 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from dist_utils.testing import run_ranks
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -75,13 +79,35 @@ def start_program(
     )
 
 
-def run_program(*arguments: Any, **options: Any) -> tuple[str, str]:
-    """Run such a program to its end; return what it has printed, and its errors."""
-    return end_of(start_program(*arguments, **options))
-
-
 def end_of(program: subprocess.Popen[str]) -> tuple[str, str]:
     """Wait for the end of a program, which must be a good one; return what it has printed, and its errors."""
     output, errors = program.communicate(timeout=600)
     assert program.returncode == 0, output + errors
     return output, errors
+
+
+def run_program(
+    script: Path, *arguments: object, ranks: int = 2, folder: Path | None = None, **environ: str
+) -> tuple[str, str]:
+    """Run a program to its end on ranks; return what it has printed, and its errors.
+
+    The ranks have what torchrun gives them, and have imported torch, which takes most of a short program.
+    """
+    with tempfile.TemporaryDirectory() as outputs:
+        command = [str(script), *map(str, arguments)]
+        environ = {"TORCHELASTIC_RESTART_COUNT": "0", **environ}
+        run_ranks(_be_rank, ranks, command, folder, outputs, environ, backend=None, timeout=600)
+        printed, errors = ((Path(outputs) / name).read_text() for name in "12")
+    return printed, errors
+
+
+def _be_rank(_: int, command: list[str], folder: Path | None, outputs: str, environ: dict[str, str]) -> None:
+    """Run a program as one rank, with outputs in files that are named for their descriptors."""
+    for descriptor in (1, 2):
+        os.dup2(os.open(Path(outputs) / str(descriptor), os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.environ.update(environ)
+    if folder is not None:
+        os.chdir(folder)
+    sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).parent))
+    runpy.run_path(command[0], run_name="__main__")

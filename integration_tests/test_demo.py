@@ -84,7 +84,7 @@ def _wait_for_processes(folder, are_right, demo):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.exhaustive)])
 def test_no_process_is_left(tmp_path, how):
     process = _start(tmp_path)
     _wait_for_processes(

@@ -1,6 +1,5 @@
 """The documentation's examples, run as a reader would: they end, and print what the pages say."""
 
-import importlib.util
 import os
 import re
 import signal
@@ -58,8 +57,6 @@ def test_statistics_are_logged_as_numbers(launch, tmp_path):
             assert 10 < values["quantized_buckets"] < 100  # for ten steps, not for all so far
             assert 0 < values["relative_error"] < 3e-2
             assert 0.25 < values["bytes_ratio"] < 0.5  # includes an exact all-reduce for every sample
-    if importlib.util.find_spec("tensorboard") is not None:
-        assert list((tmp_path / "runs").glob("events*"))
 
 
 def test_a_quantized_hook_an_overlapped_step_a_schedule_and_a_restart(launch):

@@ -37,10 +37,10 @@ ON_TWO_NODES = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 def _launch(fn, *args, environ=ON_CPUS):
     """Return what ``fn(*args)`` returns on each of two ranks, started as by ``torchrun``."""
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(_started, 2, fn, folder, args, OFFLINE | environ, backend=None, timeout=240)
+        return run_ranks(_start, 2, fn, folder, args, OFFLINE | environ, backend=None, timeout=240)
 
 
-def _started(rank, fn, folder, args, environ):
+def _start(rank, fn, folder, args, environ):
     os.environ.update(environ)
     os.chdir(folder)
     return fn(*args)
@@ -50,7 +50,7 @@ def _assert_same_bits(found, expected):
     torch.testing.assert_close(found.parameters, expected.parameters, rtol=0, atol=0)
 
 
-def _overlapped(name, run):
+def _overlap(name, run):
     """Compare a run with the framework's own; return the parameters."""
     train = FRAMEWORKS[name].make().train
     own, instead = FRAMEWORKS[name].runs[run]
@@ -63,7 +63,7 @@ def _overlapped(name, run):
 
 @functools.cache
 def _parameters(name, run):
-    return _launch(_overlapped, name, run)[0]
+    return _launch(_overlap, name, run)[0]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def _assert_a_quarter(sent):
     assert 0 < 4 * sent.bytes_sent < 1.1 * sent.bytes_of_allreduce
 
 
-def _quantized(name):
+def _quantize(name):
     framework = FRAMEWORKS[name]
     train = framework.make().train
     whole = train("QuantizedGradients", ours=FEEDBACK)
@@ -100,10 +100,10 @@ def _quantized(name):
 
 @each_framework
 def test_quantized_gradients_take_a_quarter_of_the_bytes_and_resume(name):
-    _launch(_quantized, name)
+    _launch(_quantize, name)
 
 
-def _clipped(name):
+def _clip(name):
     framework = FRAMEWORKS[name]
     train = framework.make().train
     with pytest.raises(ConfigError, match="pass clip= to overlap_optimizer"):
@@ -117,10 +117,10 @@ def _clipped(name):
 
 @each_framework
 def test_clipping_by_the_norm_works_beside_the_hook_and_is_refused_beside_the_overlap(name):
-    _launch(_clipped, name)
+    _launch(_clip, name)
 
 
-def _ignored():
+def _ignore_hook():
     """Pass the hook to the strategy, which ignores it on CPUs; bind the state once there is a module."""
     lightning = FRAMEWORKS["Lightning"].make()
     state = QuantizedAllreduceState(min_bytes=0)
@@ -137,7 +137,7 @@ def _ignored():
 
 @_needs("Lightning")
 def test_a_hook_that_lightning_ignores_warns():
-    _launch(_ignored)
+    _launch(_ignore_hook)
 
 
 def _main(title, *, on_gpus=False):

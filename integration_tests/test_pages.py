@@ -1,15 +1,15 @@
 """Programs and snippets of the READMEs and of the site run unchanged."""
 
+import importlib
 import itertools
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from pages import DOCS, PAGES, run, run_program, snippets
+from pages import DOCS, PAGES, end_of, run, snippets, start_program
 from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,7 +33,7 @@ PROGRAMS = [
 def test_programs_end_alike_on_all_ranks(program, tmp_path):
     assert "barrier()" in program
     (tmp_path / "example.py").write_text(program)
-    output, _ = run_program(tmp_path / "example.py", folder=tmp_path)
+    output, _ = end_of(start_program(tmp_path / "example.py", folder=tmp_path))
     told = dict(re.findall(r"rank (\d): (-?[\d.]+)?", output))
     assert sorted(told) == ["0", "1"]
     assert told["0"] == told["1"]
@@ -86,13 +86,14 @@ def test_snippets_run_beside_a_model(tmp_path):
     assert len(first) >= 18
 
 
-def test_the_hook_of_the_page_passes_its_own_test(tmp_path):
+def test_the_hook_of_the_page_passes_its_own_test(tmp_path, monkeypatch):
     *hooks, test = snippets(DOCS / "own-hook.md")
     (tmp_path / "my_hooks.py").write_text("\n".join(hook.text for hook in hooks))
     (tmp_path / "test_my_hooks.py").write_text(test.text)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "2 passed" in done.stdout, done.stdout
+    monkeypatch.syspath_prepend(tmp_path)
+    tests = importlib.import_module("test_my_hooks")
+    tests.test_all_ranks_get_the_same_average()
+    tests.test_an_error_on_one_rank_ends_all()
 
 
 def _run_the_page_of_fsdp2(_):

@@ -24,7 +24,7 @@ def _begin(mesh, hook, overlap=None):
     return with_hook(dp.get_group(), ALL[hook], overlap, net=net, process_group=None, device_mesh=dp)
 
 
-def _resumed(mesh):
+def _resume(mesh):
     """Return the parameters of a run with residuals that was resumed, and of an uninterrupted one."""
     through = _begin(mesh, "8 bits, feedback", {}).train(range(3))
     saved = copy.deepcopy((through.parameters(), through.optimizer.state_dict(), through.state.state_dict()))
@@ -48,10 +48,10 @@ def _both_dimensions(_):
         found = training.train(range(1, 5)).parameters()
         torch.testing.assert_close(_begin(mesh, hook, {}).train(range(5)).parameters(), found, rtol=0, atol=0)
         assert same_on_all_ranks(found, mesh["dp"])
-    torch.testing.assert_close(*_resumed(mesh), rtol=0, atol=0)
+    torch.testing.assert_close(*_resume(mesh), rtol=0, atol=0)
     return {hook: (each - gradients["none"]).norm() / each.norm() for hook, each in gradients.items()}
 
 
 def test_tensor_parallel_beside_hooks_and_overlap():
     for errors in run_ranks(_both_dimensions, 4, timeout=240):
-        assert {hook: error for hook, error in errors.items() if error > LIMITS[hook]} == {}
+        assert {hook: error for hook, error in errors.items() if not error <= LIMITS[hook]} == {}

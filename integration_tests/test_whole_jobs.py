@@ -21,21 +21,21 @@ def _assert_same_bits(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def _overlapped(_):
+def _overlap(_):
     ordinary = _begin().train(range(10)).parameters()
     for overlap in ({}, {"release_gradients": True}):
         _assert_same_bits(_begin(overlap=overlap).train(range(10)).parameters(), ordinary)
 
 
 def test_the_bits_of_the_ordinary_loop_with_a_quantized_hook(launch):
-    launch(_overlapped, timeout=120)
+    launch(_overlap, timeout=120)
 
 
 def _two_alike(group):
     return AutoState(group, candidates={name: HOOKS["8 bits"](group) for name in "01"}), auto_hook
 
 
-def _chosen(_):
+def _choose(_):
     """Train with a hook alone, and with a choice between two copies of it, without and with the overlap."""
     alone = _begin("8 bits").train(range(70)).parameters()
     choices = []
@@ -48,11 +48,11 @@ def _chosen(_):
 
 
 def test_a_choice_with_the_overlap_has_the_bits_of_the_chosen_hook(launch):
-    first, *others = launch(_chosen, timeout=120)
+    first, *others = launch(_choose, timeout=120)
     assert others == [first] * len(others)
 
 
-def _resumed(_):
+def _resume(_):
     """Resume from the residuals of all ranks, which one of them saves."""
     for overlap in (None, {}):
         for options in ({}, {"static_graph": True}):
@@ -70,7 +70,7 @@ def _resumed(_):
 
 
 def test_a_resumed_job_has_the_bits_of_the_uninterrupted_one(launch):
-    launch(_resumed, timeout=120)
+    launch(_resume, timeout=120)
 
 
 def _parts(training, residuals):

@@ -179,7 +179,7 @@ class Training:
         gc.collect()  # a DDP model is in a reference cycle
 
 
-def _quantized(**options: Any) -> Callable[[dist.ProcessGroup], tuple[Any, Any]]:
+def _few_bits(**options: Any) -> Callable[[dist.ProcessGroup], tuple[Any, Any]]:
     return lambda group: (
         QuantizedAllreduceState(group, min_bytes=0, **options),
         quant.quantized_allreduce_hook,
@@ -219,9 +219,9 @@ HOOKS: dict[str, Hook] = {
     "fp16": lambda group: (group, compress.fp16_compress_hook),
     "bf16, fp32 sums": lambda group: (CompressState(group, accumulate="fp32"), compress.bf16_compress_hook),
     "bf16 wrapper": lambda group: (group, compress.bf16_compress_wrapper(allreduce_hook)),
-    "8 bits": _quantized(),
-    "8 bits, feedback": _quantized(error_feedback="both"),
-    "4 bits, feedback": _quantized(bits=4),
+    "8 bits": _few_bits(),
+    "8 bits, feedback": _few_bits(error_feedback="both"),
+    "4 bits, feedback": _few_bits(bits=4),
     "hierarchical": _hierarchical,
     "auto": _auto,
     "per tensor": lambda group: (group, quant.quantization_pertensor_hook),

@@ -14,7 +14,7 @@ from trainings import BASELINES
 from soak import page, wall_clock
 from soak.faults import FAULTS
 from soak.growth import measure_growth
-from soak.injected import inject, why_skipped
+from soak.injection import inject, why_skipped
 from soak.network import network
 from soak.restarts import restart
 

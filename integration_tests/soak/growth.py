@@ -18,7 +18,8 @@ from dist_utils.testing import run_ranks
 from soak.records import resources
 
 SAMPLES, FEWEST = 200, 8
-ALLOWED = {"heap": 64.0, "kernel_threads": 0.0, "descriptors": 0.0, "seconds": 0.0}
+MEMORY = {"heap": 64.0, "resident": 1024.0}
+ALLOWED = {**MEMORY, "kernel_threads": 0.0, "descriptors": 0.0, "seconds": 0.0}
 """What is compared, and how much may be more at the end than at the beginning."""
 
 
@@ -34,7 +35,7 @@ class Line(NamedTuple):
     error: float
 
 
-def fitted(values: Sequence[float]) -> Line:
+def fit_line(values: Sequence[float]) -> Line:
     """Fit a line by least squares.
 
     Consecutive values resemble each other, which would make the error look small, so the line is fitted to
@@ -50,7 +51,9 @@ def fitted(values: Sequence[float]) -> Line:
     return Line(slope * places[-1], error * places[-1])
 
 
-def judged(ranks: list[list[dict[str, float]]], control: dict[str, Any] | None = None) -> dict[str, Any]:
+def judge_growth(
+    ranks: list[list[dict[str, float]]], control: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Return each quantity's growth on the rank where it is largest, and the verdict.
 
     The first quarter is left out: caches fill, residuals and optimizer states appear, a state chooses.
@@ -64,11 +67,11 @@ def judged(ranks: list[list[dict[str, float]]], control: dict[str, Any] | None =
     for what, allowed in ALLOWED.items():
         if what not in ranks[0][0]:
             continue
-        lines = [fitted([sample[what] for sample in rank[len(rank) // 4 :]]) for rank in ranks]
+        lines = [fit_line([sample[what] for sample in rank[len(rank) // 4 :]]) for rank in ranks]
         worst = max(lines, key=lambda line: line.growth)
         found[what] = {name: round(value, 6) for name, value in worst._asdict().items()}
         growth, error = worst.growth, worst.error
-        if control and what == "heap":
+        if control and what in MEMORY:
             growth -= control[what]["growth"]
             error = math.hypot(error, control[what]["error"])
         if growth > max(3 * error, allowed):
@@ -86,27 +89,39 @@ def measure_growth(options: Any) -> Iterator[dict[str, Any]]:
         options: Of the command line.
     """
     names = ["plain DDP", *(name for name in TRAININGS if name not in BASELINES)]
-    steps = {name: partial(_steps, name) for name in names}
+    steps = {name: partial(go_on, name) for name in names}
     groups = {
         "process groups with plain DDP": partial(_jobs, "plain DDP"),
         "process groups made and destroyed": partial(_jobs, "8 bits, feedback, overlap"),
     }
-    for count, loops in ((options.steps, steps), (options.steps // 100, groups)):
+    states = {
+        "models made anew, plain DDP": partial(remake, "plain DDP"),
+        "states made and closed": partial(remake, "8 bits, feedback, overlap"),
+    }
+    few = options.steps // 100
+    for count, loops in ((options.steps, steps), (few, groups), (few, states)):
         if count < FEWEST:
             continue
         control = None
         for what, make in loops.items():
             began = time.monotonic()
             size = max(TRAININGS[what].world_sizes) if what in TRAININGS else 2
-            samples = run_ranks(_loop, size, make, count, timeout=120 + 2 * count)
-            outcome = judged(samples, control)
+            samples = run_ranks(sample_loop, size, make, count, timeout=120 + 2 * count)
+            outcome = judge_growth(samples, control)
             if control is None:
                 control, outcome = outcome, {**outcome, "verdict": "torch's own", "problems": []}
             took = round(time.monotonic() - began, 1)
             yield {"what": what, "count": count, "world_size": size, **outcome, "took": took}
 
 
-def _loop(rank: int, make: Callable[[], Callable[[int], object]], count: int) -> list[dict[str, float]]:
+def sample_loop(rank: int, make: Callable[[], Callable[[int], object]], count: int) -> list[dict[str, float]]:
+    """Run a loop on a rank; return what the process holds, in samples.
+
+    Args:
+        rank: Its number.
+        make: Returns what is called in the loop, with numbers.
+        count: How often.
+    """
     del rank
     one, every = make(), max(1, count // SAMPLES)
     names = [*resources(), "seconds"]
@@ -124,8 +139,20 @@ def _loop(rank: int, make: Callable[[], Callable[[int], object]], count: int) ->
     return [dict(zip(names, row, strict=True)) for row in samples.tolist()]
 
 
-def _steps(training: str) -> Callable[[int], object]:
+def go_on(training: str) -> Callable[[int], object]:
+    """Return what makes a step of a training."""
     return TRAININGS[training].begin(resolve_group(), Places()).step
+
+
+def _train_and_close(training: str) -> None:
+    part = TRAININGS[training].begin(resolve_group(), Places()).train(range(3))
+    dist.barrier()
+    part.close()
+
+
+def remake(training: str) -> Callable[[int], object]:
+    """Return what makes a training anew and closes it, in a group that stays."""
+    return lambda _: _train_and_close(training)
 
 
 def _jobs(training: str) -> Callable[[int], object]:
@@ -136,10 +163,7 @@ def _jobs(training: str) -> Callable[[int], object]:
     def one(number: int) -> None:
         store = dist.PrefixStore(f"group {number}", server)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        part = TRAININGS[training].begin(resolve_group(), Places()).train(range(3))
-        dist.barrier()
-        part.close()
-        del part
+        _train_and_close(training)
         dist.destroy_process_group()
 
     return one

@@ -23,7 +23,7 @@ _HUNG_SECONDS = 20.0
 """Far beyond every promised time: a rank that has not ended by then hangs."""
 
 
-class Ended(NamedTuple):
+class JobEnd(NamedTuple):
     """The records of a finished job."""
 
     records: list[list[dict[str, Any]]]  # of each rank
@@ -48,7 +48,7 @@ class Runner:
         self._context: Any = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["dist_utils.testing.server", "soak.rank"])
 
-    def run(self, job: Job, step_seconds: float = 0.05) -> Ended:
+    def run(self, job: Job, step_seconds: float = 0.05) -> JobEnd:
         """Run a job to its end.
 
         Args:
@@ -100,7 +100,7 @@ class Watch:
         self._ended: list[float | None] = [None] * len(ranks)
         self._injected: float | None = None
 
-    def until_the_end(self, step_seconds: float) -> Ended:
+    def until_the_end(self, step_seconds: float) -> JobEnd:
         """Wait for the fault and the end, and return what is known then."""
         if self.job.fault and not self.job.kind.place:
             self._inject(step_seconds)
@@ -112,7 +112,7 @@ class Watch:
         inside = (records.first(found[self.job.victim], "injected") or {}).get("time")
         pids = [process.pid for process in self._ranks]
         memory_limit.remove(pids[self.job.victim])
-        return Ended(
+        return JobEnd(
             found,
             [process.exitcode for process in self._ranks],
             self._injected or inside,
@@ -133,13 +133,13 @@ class Watch:
         self._wait(self._all_ended, self.job.length)
 
     def _inject(self, step_seconds: float) -> None:
-        self._wait(lambda: self._begun() or self._all_ended(), 120.0)
-        if self._begun():
+        self._wait(lambda: self._has_begun() or self._all_ended(), 120.0)
+        if self._has_begun():
             time.sleep(self.job.moment * step_seconds)
             self._injected = time.monotonic()
             self.job.kind.action(self)
 
-    def _begun(self) -> bool:
+    def _has_begun(self) -> bool:
         """Return whether the victim has reached its step."""
         events = records.read(self._folder / f"record-{self.job.victim}")
         return any(event["event"] == "begins" and event["step"] == self.job.step for event in events)

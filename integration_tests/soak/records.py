@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 import json
+import mmap
 import os
 import threading
 import time
@@ -46,15 +47,17 @@ def digests(tensors: Iterable[torch.Tensor]) -> list[str]:
 def resources() -> dict[str, int]:
     """Return the number of descriptors and threads of this process, and its KiB of memory in use.
 
-    These are what the C library has allocated, which fragmentation does not change; left out where it cannot
-    tell.
+    ``heap`` is what the C library has allocated, which fragmentation does not change; left out where it
+    cannot tell.
     """
     open_files = list(Path("/proc/self/fd").iterdir())
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "descriptors": len(open_files) - 1,  # without the descriptor of this listing
         "sockets": sum(path.is_socket() for path in open_files),
         "threads": threading.active_count(),
         "kernel_threads": len(list(Path("/proc/self/task").iterdir())),
+        "resident": pages * mmap.PAGESIZE // 1024,
         **_heap(),
     }
 

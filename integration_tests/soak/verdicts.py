@@ -11,7 +11,7 @@ from trainings import TRAININGS
 
 from dist_utils.testing import patience
 from soak.faults import STEADY, Job
-from soak.jobs import Ended
+from soak.jobs import JobEnd
 from soak.records import first
 
 GONE_SECONDS, GRACE_SECONDS = 1.0, 5.0
@@ -27,7 +27,7 @@ CLOSE_SECONDS = 12.0
 class Reference:
     """Each rank's parameters at the beginning and after each step, without a fault."""
 
-    def __init__(self, job: Job, ended: Ended) -> None:
+    def __init__(self, job: Job, ended: JobEnd) -> None:
         problems = list(_did_not_finish(job, ended))
         if problems:
             raise RuntimeError(f"{job.training} on {job.world_size} ranks fails without a fault: {problems}")
@@ -45,7 +45,7 @@ class Reference:
         return self._states[rank][min(steps, len(self._states[rank]) - 1)]
 
 
-def judge(job: Job, ended: Ended, reference: Reference) -> dict[str, Any]:
+def judge(job: Job, ended: JobEnd, reference: Reference) -> dict[str, Any]:
     """Return the outcome of a job, for a line of the results."""
     dies = job.kind.dies or (job.kind.dies is None and ended.exit_codes[job.victim] != 0)
     survivors = [rank for rank in range(job.world_size) if rank != job.victim or not dies]
@@ -81,7 +81,7 @@ def judge(job: Job, ended: Ended, reference: Reference) -> dict[str, Any]:
     return outcome
 
 
-def _could_know(job: Job, ended: Ended, rank: int) -> float | None:
+def _could_know(job: Job, ended: JobEnd, rank: int) -> float | None:
     """Return when a rank could see the fault, or ``None`` for the rank that raises itself."""
     if rank == job.victim:
         if ended.injected is None or job.kind.place:
@@ -92,7 +92,7 @@ def _could_know(job: Job, ended: Ended, rank: int) -> float | None:
     return ended.injected
 
 
-def _wrong_bits(job: Job, ended: Ended, reference: Reference) -> Iterator[str]:
+def _wrong_bits(job: Job, ended: JobEnd, reference: Reference) -> Iterator[str]:
     for rank, events in enumerate(ended.records):
         stepped = [event for event in events if event["event"] == "stepped"]
         for event in stepped:
@@ -110,7 +110,7 @@ def _wrong_bits(job: Job, ended: Ended, reference: Reference) -> Iterator[str]:
             yield f"rank {rank}: parameters that no step gives, after {done} steps"
 
 
-def _remains(job: Job, ended: Ended, survivors: list[int]) -> Iterator[str]:
+def _remains(job: Job, ended: JobEnd, survivors: list[int]) -> Iterator[str]:
     if ended.left:
         yield f"processes left behind: {len(ended.left)}"
     yield from (f"checkpoint: {text}" for text in ended.broken)
@@ -132,7 +132,7 @@ def _remains(job: Job, ended: Ended, survivors: list[int]) -> Iterator[str]:
                     yield f"rank {rank}: {more} {what} left open"
 
 
-def _did_not_finish(job: Job, ended: Ended) -> Iterator[str]:
+def _did_not_finish(job: Job, ended: JobEnd) -> Iterator[str]:
     for rank, events in enumerate(ended.records):
         if raised := first(events, "raised"):
             yield f"rank {rank} raised {raised['type']}: {raised['text']}"
@@ -142,6 +142,6 @@ def _did_not_finish(job: Job, ended: Ended) -> Iterator[str]:
             yield f"rank {rank} did not make all steps"
 
 
-def _last(ended: Ended, rank: int) -> str:
+def _last(ended: JobEnd, rank: int) -> str:
     events = [event for event in ended.records[rank] if event["event"] != "left"]
     return f"{events[-1]['event']} {events[-1].get('step', '')}".strip() if events else "nothing"

@@ -10,7 +10,7 @@ from hook_buckets import HOOKS, make_bucket, run_hook, state_of
 
 from dist_utils.testing import run_ranks, tcp_bytes_sent
 
-ELEMENTS = 3_000_000
+ELEMENTS = 600_000
 
 pytestmark = [
     pytest.mark.short,

@@ -124,7 +124,9 @@ def _finite_and_not(rank):
     return {**_in_range(rank), **_larger_than_the_wire(rank)}, *_not_finite(rank)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size", [3, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (2, 4))]
+)
 def test_a_mean_of_finite_values_is_finite_and_what_is_not_finite_stays_visible(world_size):
     for errors, special, too_large in run_ranks(_finite_and_not, world_size, timeout=120):
         assert len(errors) == len(OURS) * (len(DTYPES) + 2) + 5
@@ -151,7 +153,7 @@ def _saturated(rank):
     return seen
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_saturate_clamps_finite_values_counts_them_and_leaves_the_others(world_size):
     # A clamped share of the sum stays two epsilons below the limit; its cast has an error of half an epsilon.
     largest = {kind: torch.finfo(kind).max for kind in (torch.float16, torch.bfloat16)}

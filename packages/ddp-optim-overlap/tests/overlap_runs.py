@@ -50,13 +50,8 @@ def rank_device():
     return torch.device("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
 
 
-def complex_if_sent():
-    """Return a dtype for parameters. DDP broadcasts them, and Gloo takes no complex ones in torch 2.6."""
-    try:
-        dist.broadcast(torch.zeros(1, dtype=torch.complex64), 0)
-    except RuntimeError:
-        return torch.float32
-    return torch.complex64
+COMPLEX = torch.float32 if torch.__version__ < "2.9" else torch.complex64
+"""The dtype of complex parameters: DDP broadcasts them, and Gloo takes no complex ones in torch 2.6."""
 
 
 def batches(count, rank=None, seed=0):

@@ -45,6 +45,12 @@ IMPLEMENTATIONS = {
     for kind in ("for-loop", "foreach", "fused")
     if kind != "fused" or name in FUSED
 }
+USUAL = [
+    *(f"{name}, {('for-loop', 'foreach')[place % 2]}" for place, name in enumerate(OPTIMIZERS)),
+    "SGD momentum, fused",
+    "AdamW, fused",
+]
+"""Every optimizer once, and each kind of implementation."""
 
 
 def two(ddp):
@@ -188,13 +194,19 @@ def can_release(ddp_options):
     return rank_device().type == "cpu" or not any(ddp_options.get(name) for name in limits)
 
 
-@cases(IMPLEMENTATIONS)
+@cases({name: IMPLEMENTATIONS[name] for name in USUAL})
 def check_optimizer(name, implementation):
     """Every optimizer, with what its state may depend on: unused parameters, accumulation and resuming."""
     if name == "Adagrad" and "fused" in implementation and rank_device().type != "cpu":
         pytest.skip("not in every torch")
     kind, options = OPTIMIZERS[name]
     require_same(lambda ddp: [kind(ddp.parameters(), **options, **implementation)], **OF_OPTIMIZERS)
+
+
+@cases({name: case for name, case in IMPLEMENTATIONS.items() if name not in USUAL})
+def rare_optimizer(name, implementation):
+    """All others."""
+    check_optimizer(name, implementation)
 
 
 @cases({name: (arguments,) for name, arguments in MODES.items()})

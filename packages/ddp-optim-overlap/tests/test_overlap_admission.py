@@ -274,7 +274,10 @@ def _in_two_groups(kind, ddp):
     return [kind([{"params": parameters[:4]}, {"params": parameters[4:], "lr": 0.02}])]
 
 
-@cases({kind.__name__: (kind,) for kind in ACCEPTED})
+ON_RANKS = (Lamb, Knows, ByGroups, Clamped)
+
+
+@cases({kind.__name__: (kind,) for kind in ON_RANKS})
 def check_bits_of_declared(kind):
     unused = {} if kind is Clamped else {"find_unused_parameters": True}
     require_same(
@@ -283,6 +286,11 @@ def check_bits_of_declared(kind):
         skip=lambda step: (1,) if unused and step == 2 else (),
         **unused,
     )
+
+
+@cases({kind.__name__: (kind,) for kind in ACCEPTED if kind not in ON_RANKS})
+def rare_bits_of_declared(kind):
+    check_bits_of_declared(kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
@@ -446,6 +454,9 @@ def replaced_step(step):
     return optimizer
 
 
+OTHER_BITS = (
+    r"^\w+ does not step per parameter: a parameter or its state differs if parameters are stepped one by"
+)
 REFUSED = {
     **{
         kind.__name__: (lambda kind=kind: kind(make_parameters()), words)
@@ -458,11 +469,11 @@ REFUSED = {
             (SkipsUnlessAll, "one of them without a gradient"),
             (CountsCalls, "attribute 'calls'"),
             (CountsInState, "state of no parameter differs"),
-            (Draws, "a parameter or its state differs"),
-            (DrawsInPython, "a parameter or its state differs"),
-            (DrawsInNumpy, "a parameter or its state differs"),
-            (DrawsFromModule, "a parameter or its state differs"),
-            (KeepsGradient, "a parameter or its state differs"),
+            (Draws, OTHER_BITS),
+            (DrawsInPython, OTHER_BITS),
+            (DrawsInNumpy, OTHER_BITS),
+            (DrawsFromModule, OTHER_BITS),
+            (KeepsGradient, OTHER_BITS),
             (WritesOthers, "does not step per parameter"),
             (MovesNothing, "does not move"),
             (Fails, "ValueError: of parameters like these"),
@@ -471,8 +482,8 @@ REFUSED = {
             (HasLock, "cannot be copied"),
         )
     },
-    "coupled in one of many groups": (lambda: limited_in_one_group(0.1), "a parameter or its state differs"),
-    "coupled, at a rate of 0": (lambda: limited_in_one_group(0.0), "a parameter or its state differs"),
+    "coupled in one of many groups": (lambda: limited_in_one_group(0.1), OTHER_BITS),
+    "coupled, at a rate of 0": (lambda: limited_in_one_group(0.0), OTHER_BITS),
     "differentiable": (
         lambda: torch.optim.Adam(make_parameters(), differentiable=True),
         "differentiable=True",
@@ -631,3 +642,11 @@ check = on_ranks(__name__, timeout=120, group_timeout=60)
 
 def test_on_two_ranks(check):
     check()
+
+
+rare = on_ranks(__name__, prefix="rare_", timeout=120, group_timeout=60)
+
+
+@pytest.mark.exhaustive
+def test_other_declared_optimizers_on_two_ranks(rare):
+    rare()

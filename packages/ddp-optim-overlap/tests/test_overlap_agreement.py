@@ -1,4 +1,7 @@
-"""Ranks whose overlaps differ: an error on every rank before anything is averaged or stepped."""
+"""Ranks that average or step differently: an error on every rank before anything is averaged or stepped.
+
+Different hooks, optimizers and policies, and one overlap alone, are in integration_tests/test_peers.py.
+"""
 
 import contextlib
 
@@ -10,8 +13,6 @@ from overlap_runs import (
     backward,
     batches,
     cases,
-    changed,
-    make_ddp,
     on_ranks,
     sgd,
     snapshot,
@@ -20,74 +21,9 @@ from overlap_runs import (
 )
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook as torchs_hook
 
-from ddp_compress_hooks import CompressState, bf16_compress_hook, fp16_compress_hook
-from ddp_optim_overlap import (
-    ByValue,
-    ClipPolicy,
-    ConfigError,
-    OverlapError,
-    PerBucketNorm,
-    PreviousStepNorm,
-    overlap_optimizer,
-)
-from dist_utils.testing import patience, run_ranks
+from ddp_compress_hooks import CompressState, fp16_compress_hook
+from ddp_optim_overlap import ConfigError, OverlapError, PreviousStepNorm, overlap_optimizer
 from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
-
-
-class OwnClip(ClipPolicy):
-    """A user's own policy, whose repr contains an address."""
-
-    def clip(self, parameters):
-        """Change nothing."""
-
-
-def _adam(ddp):
-    return torch.optim.Adam(ddp.parameters())
-
-
-# What the last rank does differently, with what the others do, and what the message must say.
-DIFFERENT = {
-    "limits": (
-        {"clip": ByValue(1.0)},
-        {"clip": ByValue(2.0)},
-        r"clip is 'ByValue\(max_value=1.0\)' on ranks 0, 1",
-    ),
-    "policies": (
-        {"clip": ByValue(1.0)},
-        {"clip": PerBucketNorm(1.0)},
-        r"'PerBucketNorm\(max_norm=1.0\)' on rank 2",
-    ),
-    "an own policy": ({}, {"clip": OwnClip()}, r"clip is None on ranks 0, 1, 'OwnClip\(\)' on rank 2"),
-    "hooks": (
-        {"comm_hook": fp16_compress_hook},
-        {"comm_hook": bf16_compress_hook},
-        "hook is 'fp16_compress_hook' on ranks 0, 1, 'bf16_compress_hook' on rank 2",
-    ),
-    "optimizers": ({}, {}, r"\('SGD', 1\).* on ranks 0, 1.*\('Adam', 1\).* on rank 2"),
-}
-
-
-@cases({name: (name, *rest) for name, rest in DIFFERENT.items()})
-def check_different(name, usual, other, words):
-    """After remove() and a new overlap on all ranks, the model trains as in an ordinary loop."""
-    last = dist.get_rank() == 2
-    make = _adam if last and name == "optimizers" else sgd
-    ddp, optimizer, handle = start(make, options=other if last else usual)
-    before = snapshot(ddp)
-    with pytest.raises(RuntimeError, match=words):
-        backward(ddp, batches(1)[0])
-    for call in (optimizer.step, handle.wait):
-        with pytest.raises(OverlapError, match=words):
-            call()
-    assert_same(changed(ddp, before), [])
-    handle.remove()
-    optimizer.zero_grad()
-    optimizer = sgd(ddp)
-    overlap_optimizer(ddp, optimizer, clip=OwnClip())
-    plain, other, _ = start(sgd, overlapped=False)
-    backward(plain, batches(1)[0])  # now both have their final buckets, on which sums of three ranks depend
-    plain.zero_grad()
-    assert_same(train_on(ddp, optimizer, batches(2)), train_on(plain, other, batches(2)))
 
 
 def check_the_kind_of_a_resumed_norm_is_no_difference():
@@ -148,18 +84,3 @@ check = on_ranks(__name__, 3, timeout=120, group_timeout=40)
 
 def test_differences_raise_on_every_rank_and_step_nothing(check):
     check()
-
-
-def _one_rank_alone(rank):
-    ddp = make_ddp()
-    if rank == 0:
-        overlap_optimizer(ddp, sgd(ddp))
-    with pytest.raises(RuntimeError) as caught:  # on rank 1 the average: rank 0 does not take part in it
-        backward(ddp, batches(1)[0])
-    return str(caught.value)
-
-
-def test_an_overlap_on_one_rank_only_is_an_error_that_says_so():
-    limit = patience(2.0)
-    message, _ = run_ranks(_one_rank_alone, 2, group_timeout=limit)
-    assert f"ranks [0] came within {limit:g} s, ranks [1] did not" in message

@@ -3,16 +3,17 @@
 import itertools
 import types
 
+import pytest
 import torch
 import torch.distributed as dist
 from overlap_runs import (
+    COMPLEX,
     adamw,
     as_ordinary,
     assert_same,
     backward,
     batches,
     cases,
-    complex_if_sent,
     ends,
     make_ddp,
     on_ranks,
@@ -20,7 +21,13 @@ from overlap_runs import (
     start,
     train_on,
 )
-from parity_cases import check_mode, check_optimizer, require_same, two  # noqa: F401 - checks are found by name
+from parity_cases import (  # noqa: F401 - checks are found by name
+    check_mode,
+    check_optimizer,
+    rare_optimizer,
+    require_same,
+    two,
+)
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -141,7 +148,7 @@ class Mixed(torch.nn.Module):
         torch.manual_seed(0)
         self.embedding = torch.nn.Embedding(10, 8, sparse=True)
         self.first, self.second = torch.nn.Linear(8, 700), torch.nn.Linear(700, 4).double()
-        self.turn = torch.nn.Parameter(torch.randn(700, dtype=complex_if_sent()))
+        self.turn = torch.nn.Parameter(torch.randn(700, dtype=COMPLEX))
         self.columns = torch.nn.Parameter(torch.randn(4, 700).t())
         self.scale, self.empty = torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Parameter(torch.empty(0))
 
@@ -206,6 +213,14 @@ check = on_ranks(__name__, timeout=300, group_timeout=60)
 
 def test_two_ranks(check):
     check()
+
+
+rare = on_ranks(__name__, prefix="rare_", timeout=300, group_timeout=60)
+
+
+@pytest.mark.exhaustive
+def test_other_implementations_on_two_ranks(rare):
+    rare()
 
 
 # Three ranks: dividing and multiplying, before or after the sum, give different bits

@@ -178,7 +178,16 @@ CALLERS = {
     "FSDP between nodes": FsdpNodes,
     "FSDP across shards": FsdpShards,
 }
-EACH = [pytest.param(name, marks=needs_reset if "FSDP" in name else ()) for name in CALLERS]
+RARE = ("shards", "FSDP between nodes")
+"""The others have all of their code: the hook, calls on tensors, FSDP2; averages and shards."""
+
+
+def _marks(name):
+    yield from [needs_reset] if "FSDP" in name else []
+    yield from [pytest.mark.exhaustive] if name in RARE else []
+
+
+EACH = [pytest.param(name, marks=[*_marks(name)]) for name in CALLERS]
 """As parameters of a test."""
 
 

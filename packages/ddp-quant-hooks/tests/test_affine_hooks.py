@@ -65,7 +65,7 @@ def _cases(noise, channel):
 def _numbers(rank):
     world_size, bucket = dist.get_world_size(), grad_bucket([torch.ones(3)])
     for name, (hook, channel) in HOOKS.items():
-        for length in (1, 5, 511, 512, 513, 20_003):
+        for length in (1, 513, 20_003):
             noise = [
                 torch.randn(length, generator=torch.Generator().manual_seed(length + peer))
                 for peer in range(world_size)
@@ -107,7 +107,7 @@ def _hooks(rank):
     _buckets(rank)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_results_are_pytorchs_where_those_are_right(world_size):
     run_ranks(_hooks, world_size, timeout=100)
 

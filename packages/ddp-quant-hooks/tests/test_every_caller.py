@@ -182,8 +182,8 @@ def test_one_rank_alone_keeps_its_values(name):
     assert run_ranks(_alone, 1, name) == [({}, 0)]
 
 
-def _peer_dies(rank, name, options):
-    caller = CALLERS[name](bits=4, **options)
+def _peer_dies(rank):
+    caller = CALLERS["DDP"](bits=4)
     caller.mean(0)
     caller.mean(1)
     if rank == 1:
@@ -195,7 +195,6 @@ def _peer_dies(rank, name, options):
     return caller.state.state_dict()["steps"]
 
 
-@pytest.mark.parametrize(("name", "options"), [("DDP", {}), ("tensors", {"min_bytes": EXACT})])
-def test_a_peer_that_dies_is_an_error_on_the_others_and_the_step_does_not_count(name, options):
-    steps = run_ranks(_peer_dies, 3, name, options, may_die={1}, group_timeout=patience(5.0))
-    assert steps == [2, None, 2]
+def test_a_peer_that_dies_is_an_error_on_the_others_and_the_step_does_not_count():
+    """The same for tensors is in integration_tests/test_peers.py."""
+    assert run_ranks(_peer_dies, 3, may_die={1}, group_timeout=patience(5.0)) == [2, None, 2]

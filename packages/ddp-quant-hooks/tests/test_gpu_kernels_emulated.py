@@ -22,6 +22,7 @@ LAYOUTS = (
 )
 SOME = [*zip(LAYOUTS, cycle(VALUE_DTYPES), cycle([64, 68]), strict=False)]
 """Layouts, each with a dtype, and with memory that starts at a multiple of 16 bytes or not."""
+RARE = [pytest.param(*some, marks=pytest.mark.exhaustive) for some in SOME[:2]]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def gpu(tmp_path_factory):
     return EmulatedGpu(tmp_path_factory.mktemp("emulated_gpu"))
 
 
-@pytest.mark.parametrize(("layout", "dtype", "start"), SOME, ids=str)
+@pytest.mark.parametrize(("layout", "dtype", "start"), [*SOME[2:], *RARE], ids=str)
 def test_the_kernels_text_gives_the_bits_of_torchs_operators(gpu, layout, dtype, start):
     lengths = layout.block_size + 1, 1009
     gpu.plan(lambda: [everything(gpu, layout, torch.ones(n, dtype=dtype), Memory(start)) for n in lengths])
@@ -111,7 +112,11 @@ def _affine_inputs(dtype, length):
 
 @pytest.mark.parametrize(
     ("channel", "length", "dtype", "start"),
-    [(1, 200, torch.float32, 68), (512, 2000, torch.bfloat16, 64), (8193, 9001, torch.float32, 68)],
+    [
+        pytest.param(1, 200, torch.float32, 68, marks=pytest.mark.exhaustive),
+        (512, 2000, torch.bfloat16, 64),
+        (8193, 9001, torch.float32, 68),
+    ],
 )
 def test_affine_kernels_give_the_bits_of_torchs_operators(gpu, channel, length, dtype, start):
     layout = AffineLayout(length, channel, torch.float32)

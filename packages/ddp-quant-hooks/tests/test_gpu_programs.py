@@ -3,7 +3,6 @@
 import io
 import random
 import re
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -15,6 +14,7 @@ from ddp_quant_hooks import kernels
 from ddp_quant_hooks.kernels import Layout, torch_ops
 from ddp_quant_hooks.kernels.dispatch import backend_for
 from ddp_quant_hooks.kernels.programs import affine_program, block_program, compile_program
+from dist_utils.testing import run_ranks
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100", "sm_120"]
 LAYOUTS = [
@@ -57,7 +57,7 @@ def _compiler():
 def test_every_kernel_compiles_and_keeps_everything_in_registers(architecture, some):
     programs = [*_every_program()]
     if some:
-        programs = random.Random(architecture).sample(programs, 12)
+        programs = random.Random(architecture).sample(programs, 6)
 
     def report(program):
         logs = io.StringIO()
@@ -111,24 +111,16 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, monkeypatch, capl
     assert "not kept on disk" in caplog.text
 
 
-SHARED = """
-import hashlib, torch
-from ddp_quant_hooks.kernels import Layout
-from ddp_quant_hooks.kernels.programs import block_program, compile_program
-for kind in ("int8", "int4"):
-    program = block_program(Layout(kind, 64), dtype=torch.float32)
-    print(hashlib.sha256(compile_program(program, "sm_90")).hexdigest())
-"""
+def _compiled(_):
+    programs = [block_program(Layout(kind, 64), dtype=torch.float32) for kind in ("int8", "int4")]
+    return [compile_program(program, "sm_90") for program in programs]
 
 
 @pytest.mark.usefixtures("_compiler")
 def test_ranks_that_start_together_share_one_cache():
-    command = [sys.executable, "-c", SHARED]
-    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    assert outputs[0] == outputs[1]
-    assert len(set(outputs[0].split())) == 2
+    first, second = run_ranks(_compiled, 2, backend=None)
+    assert first == second
+    assert first[0] != first[1]
 
 
 @pytest.mark.parametrize(

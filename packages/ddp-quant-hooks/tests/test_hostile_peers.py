@@ -95,7 +95,7 @@ def _messages(rank):
     return "went on"
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_garbage_for_messages_writes_only_what_a_message_would(world_size):
     assert run_ranks(_messages, world_size, timeout=120) == ["went on"] * world_size
 

@@ -115,7 +115,9 @@ def _bits(rank, hosts):
         state.close()
 
 
-@pytest.mark.parametrize("hosts", ["0101", "00111"])
+@pytest.mark.parametrize(
+    "hosts", ["010", *(pytest.param(hosts, marks=pytest.mark.exhaustive) for hosts in ("0101", "00111"))]
+)
 def test_every_rank_gets_the_bits_of_the_formula(hosts):
     run_ranks(_bits, len(hosts), hosts, timeout=200)
 
@@ -137,7 +139,7 @@ def _on_a_host(rank, hosts):
     return found
 
 
-@pytest.mark.parametrize("hosts", ["0011", "00111"])
+@pytest.mark.parametrize("hosts", ["0011", pytest.param("00111", marks=pytest.mark.exhaustive)])
 def test_the_default_knows_which_ranks_share_a_host(hosts):
     found = run_ranks(_on_a_host, len(hosts), hosts, timeout=100)
     if found[0] is None:

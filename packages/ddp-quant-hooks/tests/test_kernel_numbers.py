@@ -153,17 +153,6 @@ def test_the_mean_of_equal_constants_is_that_constant(value):
             assert decoded([mean], 300, layout).tolist() == values.tolist()
 
 
-def test_a_mean_of_finite_values_is_finite():
-    signs = random_values(1000, 0).sign()
-    messages = [encoded(signs * LARGEST)] * 7 + [encoded(signs * -LARGEST)]
-    torch.testing.assert_close(decoded(messages, 1000), signs * (LARGEST * 0.75), rtol=1e-6, atol=0)
-    # With residuals that push beyond the range, too.
-    residual, lost = (signs * 1e37).bfloat16(), torch.empty(1000, dtype=torch.bfloat16)
-    message = encoded(signs * LARGEST, residual=residual, new_residual=lost)
-    assert torch.equal(decoded([message], 1000), signs * LARGEST)
-    assert lost.count_nonzero() == 0
-
-
 @pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_makes_its_block_nan_and_touches_no_residual(special):
     values = torch.ones(300)

@@ -13,7 +13,7 @@ from dist_utils.testing import grad_bucket, run_ranks, tcp_bytes_sent
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counting sent bytes needs Linux")
 
-ELEMENTS = 2_000_000
+ELEMENTS = 500_000
 
 
 def _bytes(rank):

@@ -66,7 +66,7 @@ def _flat(_):
     return {case: bad for case, bad in found.items() if bad}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_mean_of_finite_values_is_finite(world_size):
     assert run_ranks(_flat, world_size, timeout=200) == [{}] * world_size
 
@@ -92,6 +92,8 @@ def _on_hosts(rank, hosts):
     return found
 
 
-@pytest.mark.parametrize("hosts", ["0011", "0001", "012"])
+@pytest.mark.parametrize(
+    "hosts", ["0001", *(pytest.param(hosts, marks=pytest.mark.exhaustive) for hosts in ("0011", "012"))]
+)
 def test_a_mean_of_finite_values_is_finite_on_hosts(hosts):
     assert run_ranks(_on_hosts, len(hosts), hosts, timeout=200) == [{}] * len(hosts)

@@ -1,4 +1,4 @@
-"""Identical bits across runs, threads, instruction sets and releases of torch."""
+"""Identical bits across releases of torch; of threads and instruction sets: test_kernel_bits.py."""
 
 import hashlib
 
@@ -7,16 +7,14 @@ import torch
 import torch.distributed as dist
 from kernel_backends import SETS, computed_by
 from quant_buckets import flat_residuals
-from resumed_runs import Run, state_maker
 
 from ddp_quant_hooks import QuantizedAllreduceState, all_reduce
 from ddp_quant_hooks.kernels import torch_ops
 from ddp_quant_hooks.kernels.cpu import CpuKernels
 from dist_utils.testing import run_ranks
 
-LARGE = (1 << 20) + 77
-"""The number of values: enough for several threads of a kernel."""
-SMALL = 5_003
+COUNT = 5_003
+"""The number of values."""
 OPTIONS = {
     "8 bits": {"bits": 8},
     "4 bits": {"bits": 4},
@@ -37,12 +35,12 @@ DIGESTS = {
 """Digests of means and residuals on each rank, by the number of ranks: for torch 2.6.0, 2.13.0 and 2.15.0."""
 
 
-def _values(rank, step, count):
+def _values(rank, step):
     """Return values with blocks that are rotated and blocks that are not.
 
     They do not depend on torch's random numbers, which may change with its releases.
     """
-    numbers = torch.arange(count, dtype=torch.int64) + 7919 * rank + 104_729 * step
+    numbers = torch.arange(COUNT, dtype=torch.int64) + 7919 * rank + 104_729 * step
     mixed = (numbers * 2_654_435_761) % 4_294_967_291 % 1_000_003
     return (mixed.double() / 500_001 - 1).float() * (1 + numbers % 13).float().square()
 
@@ -53,14 +51,14 @@ def _sums(mean):
     return str((bits.sum().item(), (bits * torch.arange(1, len(bits) + 1)).sum().item())).encode()
 
 
-def _averages(rank, count, **options):
+def _averages(rank, **options):
     """Return the means of some steps, and their residuals, as one digest."""
     state = QuantizedAllreduceState(**{"min_bytes": 0, "error_feedback": "both", **options})
     digest = hashlib.sha256()
     for step in range(3):
-        mean = _values(rank, step, count)
+        mean = _values(rank, step)
         all_reduce(mean, dist.ReduceOp.AVG, state, key="a")
-        digest.update(bytes(mean.view(torch.uint8).tolist()) if count == SMALL else _sums(mean))
+        digest.update(bytes(mean.view(torch.uint8).tolist()))
     saved = state.state_dict()
     for kind in ("own", "shard"):
         nothing = torch.empty(0, dtype=torch.bfloat16)  # two ranks have no shards
@@ -69,47 +67,12 @@ def _averages(rank, count, **options):
     return digest.hexdigest()[:16]
 
 
-def _threads_and_sets(rank):
-    """Every rank uses a different number of threads and a different instruction set."""
-    backends = [*map(CpuKernels, SETS), torch_ops]
-    seen = []
-    for number, threads in enumerate((1, 2, 4, 7)):
-        torch.set_num_threads(threads + rank)
-        with computed_by(backends[(number + rank) % len(backends)]):
-            seen.append(_averages(rank, LARGE))
-    return seen
-
-
-def test_threads_and_instruction_sets_change_no_bit():
-    for first, *others in run_ranks(_threads_and_sets, 2):
-        assert others == [first] * 3
-
-
-def _trained(_):
-    """Return weights and residuals after some steps, as bytes, of two trainings."""
-    found = []
-    for _ in range(2):
-        run = Run(state_maker(error_feedback="both", bits=4), bucket_cap_mb=0.012)
-        for number in range(4):
-            run.step(number)
-        found.append([_sums(run.weights()), *map(_sums, flat_residuals(run.state.state_dict()).values())])
-        run.state.close()
-    return found
-
-
-def test_the_same_training_twice_has_the_same_bits():
-    first, in_other_processes = run_ranks(_trained, 2), run_ranks(_trained, 2)
-    assert first == in_other_processes
-    for once, again in first:
-        assert once == again
-
-
 def _known(rank):
     found = {name: set() for name in OPTIONS}
     for backend in (*map(CpuKernels, SETS[:1]), torch_ops):
         with computed_by(backend):
             for name, options in OPTIONS.items():
-                found[name].add(_averages(rank, SMALL, **options))
+                found[name].add(_averages(rank, **options))
     return found
 
 

@@ -196,24 +196,17 @@ def test_wrong_arguments_are_refused_before_anything_is_sent():
 
 
 def _differ(rank):
-    """Ranks that call differently get an error, and can start over; other differences: test_peers.py."""
+    """Ranks that call differently get an error; other differences: integration_tests/test_peers.py."""
     used, lists = make(), [torch.ones((4, 25) if rank else 100), torch.ones(4 if rank else (2, 2))]
     all_reduce(torch.ones(7), SUM, used)  # a later call is compared when it is new
     with pytest.raises(AgreementError, match="op is"):
         all_reduce(torch.ones(9), (SUM, AVG)[rank], used)
     with pytest.raises(AgreementError, match="one dimension is"):
         all_reduce(lists, AVG, make(exact_1d=True))
-    state = make()
-    with pytest.raises(RuntimeError, match=r"tensors is .*10"):
-        all_reduce(torch.ones(9 + rank), AVG, state, async_op=True).wait()
-    state.close()
-    ones = torch.full((9,), float(rank))
-    all_reduce(ones, SUM, state)
-    return ones.unique().tolist()
 
 
 def test_ranks_that_call_differently_raise_on_every_rank():
-    assert run_ranks(_differ, 2) == [[1.0]] * 2
+    run_ranks(_differ, 2)
 
 
 def _another_op(rank):

@@ -1,7 +1,7 @@
 """Private names of torch that a package uses, and how its import fares where torch lacks one of them.
 
-As a command: prints, as JSON, for each name that the package in the first argument, or one that it needs,
-looks up by ``private``, what went wrong in the import without it; and names that it uses in another way.
+As a command: prints, as JSON, for each name that the packages in its arguments, or those that they need, look
+up by ``private``, what went wrong in the imports without it; and names that they use in another way.
 """
 
 import ast
@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import re
@@ -87,8 +88,8 @@ def _is_private(name):
     return re.fullmatch(r"(torch|dist|distributed_c10d)\.([\w.]+\.)?_(?!_)[\w.]+", name) is not None
 
 
-def import_all(package, owner=None, name=None):
-    """Import a package with all its modules, but for commands, where torch lacks a name or a module.
+def import_all(packages, owner=None, name=None):
+    """Import packages with all their modules, but for commands, where torch lacks a name or a module.
 
     Returns what went wrong, and the modules that are imported then, without the packages' own.
     """
@@ -98,29 +99,30 @@ def import_all(package, owner=None, name=None):
         if f"{owner}.{name}" in sys.modules:
             sys.modules[f"{owner}.{name}"] = None
     try:
-        for module in sources(package):
+        for module in itertools.chain(*map(sources, packages)):
             if not module.endswith((".__main__", ".server")):
                 importlib.import_module(module)
     except BaseException:  # noqa: BLE001
         return traceback.format_exc(), []
-    own = needed(package)
+    own = set().union(*map(needed, packages))
     return "", [module for module in sys.modules if module.split(".")[0] not in own]
 
 
-def main(package):
+def main(*packages):
     """Try every name, each in a forked process, where torch may be changed."""
     fork = multiprocessing.get_context("fork")
     with fork.Pool(1) as pool:
-        problem, imported = pool.apply(import_all, (package,))
+        problem, imported = pool.apply(import_all, (packages,))
     assert not problem, problem
     # In this process torch is whole: what torch itself imports for the package is imported here.
     for module in imported:
         importlib.import_module(module)
-    pairs = sorted(set().union(*map(private_names, needed(package))))
+    pairs = sorted(set().union(*map(private_names, set().union(*map(needed, packages)))))
     with fork.Pool(2, maxtasksperchild=1) as pool:
-        tried = pool.starmap(import_all, [(package, *pair) for pair in pairs], chunksize=1)
+        tried = pool.starmap(import_all, [(packages, *pair) for pair in pairs], chunksize=1)
     imports = {".".join(pair): problem for pair, (problem, _) in zip(pairs, tried, strict=True)}
-    print(json.dumps({"imports": imports, "bound elsewhere": private_names_bound_elsewhere(package)}))  # noqa: T201
+    elsewhere = [place for package in packages for place in private_names_bound_elsewhere(package)]
+    print(json.dumps({"imports": imports, "bound elsewhere": elsewhere}))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -69,16 +69,6 @@ def test_pack_and_unpack_kwargs():
     assert dist_utils.unpack_kwargs((1, 2), ()) == pytorch._unpack_kwargs((1, 2), ())
 
 
-def test_storage():
-    mine, theirs = torch.ones(4, 3), torch.ones(4, 3)
-    dist_utils.free_storage(mine)
-    pytorch._free_storage(theirs)
-    assert mine.untyped_storage().nbytes() == theirs.untyped_storage().nbytes() == 0
-    dist_utils.alloc_storage(mine, torch.Size([4, 3]))
-    pytorch._alloc_storage(theirs, torch.Size([4, 3]))
-    assert mine.untyped_storage().nbytes() == theirs.untyped_storage().nbytes() == 48
-
-
 @pytest.mark.parametrize(
     ("old", "new"), [("module.", ""), ("", "module."), ("a.", "b.c."), ("absent.", "x.")]
 )

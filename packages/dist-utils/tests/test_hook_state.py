@@ -119,36 +119,6 @@ def test_a_refusal_on_one_rank_ends_the_jobs_of_its_peers():
     assert f"ranks [0] came within {limit:g} s, ranks [1] did not" in refused
 
 
-def _trained(rank):
-    """A model's state takes its group; whatever the ranks differ in stops the pass, and the next one."""
-    ddp = DistributedDataParallel(torch.nn.Linear(3, 3), process_group=dist.new_group())
-    state = _State(bits=8 + rank).bind(ddp)
-    assert state.process_group is ddp.process_group
-    ddp.register_comm_hook(state, _hook)
-    texts = [_text(lambda: ddp(torch.ones(1, 3)).sum().backward()) for _ in range(2)]
-    state.bits = 8
-    state.close()
-    again = DistributedDataParallel(torch.nn.Linear(3, 3))
-    again.register_comm_hook(state, _hook)
-    again(torch.full((1, 3), float(rank))).sum().backward()
-
-    sparse = DistributedDataParallel(torch.nn.Embedding(4, 3, sparse=rank == 1))
-    sparse.register_comm_hook(_State(), _hook)
-    return (
-        texts,
-        again.module.weight.grad[0, 0].item(),
-        _text(lambda: sparse(torch.tensor([1])).sum().backward()),
-    )
-
-
-def test_a_model_trains_again_when_all_ranks_have_closed_a_refused_state():
-    for texts, gradient, sparse in run_ranks(_trained, 2):
-        for text in texts:
-            assert "bits is 8 on rank 0, 9 on rank 1" in text
-        assert gradient == 0.5
-        assert "sparse is False on rank 0, True on rank 1" in sparse
-
-
 def _in_fork(rank):
     """A forked process has no thread: jobs are refused there, and there is nothing to wait for."""
     state = _State()

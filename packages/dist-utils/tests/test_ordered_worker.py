@@ -1,11 +1,10 @@
 """Jobs of several collectives: in order, concurrent with the caller, an error on every rank if one fails.
 
 Where no ``group_timeout`` is given, ranks that wait for a peer until the group's timeout are hung ranks to
-``run_ranks``: they must hear of its error from it.
+``run_ranks``: they must hear of its error from it. Peers that die or hang: integration_tests/test_peers.py.
 """
 
 import gc
-import os
 import random
 import signal
 import subprocess
@@ -385,31 +384,6 @@ def test_every_rank_raises_its_own_error_where_the_first_job_fails_on_all():
     for errors in run_ranks(_fail_at_once, 2):
         for text in errors:
             assert "ZeroDivisionError: division by zero" in text
-
-
-def _peer_fails(rank, how, limit):
-    worker = OrderedWorker()
-    worker.submit(_sum).wait()
-    if rank == 1 and how == "dies":
-        time.sleep(0.5)  # Gloo may miss a connection that closes just as a wait on it starts
-        os._exit(1)
-    began = time.monotonic()
-    if rank == 0 or how == "dies":
-        _error_of(worker.submit(_sum))
-    seconds = time.monotonic() - began
-    if how == "submits nothing":
-        _wait_for_all(store_key="given up")
-    return seconds
-
-
-@pytest.mark.parametrize("how", ["dies", "submits nothing"])
-def test_a_peer_that_dies_or_does_not_come_is_an_error_within_the_groups_timeout(how):
-    """The private group has the timeout of the group that it is made for."""
-    limit = patience(2.0)
-    world_size, may_die = (3, {1}) if how == "dies" else (2, ())
-    seconds, *_ = run_ranks(_peer_fails, world_size, how, limit, may_die=may_die, group_timeout=limit)
-    if how != "dies":
-        assert seconds > 0.6 * limit
 
 
 def _error_reaches_ddp(rank):

@@ -30,24 +30,26 @@ CONFTEST = """
 """
 
 
-def _pytest(folder, *options):
-    """Run the suite of a user, whose own options have names like the plugin's."""
-    (folder / "test_suite_of_a_user.py").write_text(textwrap.dedent(SUITE))
-    (folder / "conftest.py").write_text(textwrap.dedent(CONFTEST))
-    command = [sys.executable, "-m", "pytest", "-p", "dist_utils.pytest_plugin", "-rAs", "--strict-markers"]
-    return subprocess.run(
-        [*command, *options], cwd=folder, capture_output=True, text=True, check=False, timeout=patience(60.0)
+# One process: most of the time is for the import of torch.
+COMMAND = """
+import pytest
+options = ["-p", "dist_utils.pytest_plugin", "-rAs", "--strict-markers"]
+gloo = ["--backend", "theirs", "--dist-backend", "gloo", "--dist-world-size", "3"]
+for more in (gloo, ["--dist-backend", "nccl", "--dist-world-size", "{ranks}"]):
+    pytest.main(options + more)
+"""
+
+
+def test_options_choose_the_backend_and_the_number_of_ranks_and_too_few_gpus_skip(tmp_path):
+    """In the suite of a user, whose own options have names like the plugin's."""
+    (tmp_path / "test_suite_of_a_user.py").write_text(textwrap.dedent(SUITE))
+    (tmp_path / "conftest.py").write_text(textwrap.dedent(CONFTEST))
+    gpus = torch.cuda.device_count()
+    command = [sys.executable, "-c", COMMAND.format(ranks=gpus + 1)]
+    output = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=patience(60.0)
     ).stdout
-
-
-def test_options_choose_the_backend_and_the_number_of_ranks(tmp_path):
-    output = _pytest(tmp_path, "--backend", "theirs", "--dist-backend", "gloo", "--dist-world-size", "3")
     assert "ran gloo 3 cpu" in output
     assert "needs 1000 GPU(s), found" in output
-
-
-def test_too_few_gpus_skip_with_the_reason(tmp_path):
-    gpus = torch.cuda.device_count()
-    output = _pytest(tmp_path, "--dist-backend", "nccl", "--dist-world-size", str(gpus + 1))
     assert f"nccl needs {gpus + 1} GPUs, found {gpus}" in output
     assert "2 skipped" in output

@@ -24,6 +24,7 @@ def test_both_return_whether_they_did_something():
     assert (free_storage(empty), alloc_storage(empty, (0, 3)), data_ptr_allocated(empty)) == (False,) * 3
 
 
+@pytest.mark.exhaustive
 def test_they_work_right_after_the_import():
     """PyTorch's need another import first."""
     program = (
