@@ -108,10 +108,10 @@ def mypy(session: nox.Session, torch: str) -> None:
     session.run("mypy", *lenient, *(session.posargs or SOURCES))
 
 
-def run_everything(session: nox.Session, torch: str, marker: str) -> None:
+def run_everything(session: nox.Session, torch: str, marker: str, *options: str) -> None:
     """Run the unit and integration tests that a marker selects, with one torch."""
     install(session, *GROUPS["demo"], *GROUPS["examples"], *GROUPS["side-by-side"], torch=torch)
-    chosen = ["integration_tests", *TESTS, *SIDE_BY_SIDE, "-m", marker, *session.posargs]
+    chosen = ["integration_tests", *TESTS, *SIDE_BY_SIDE, "-m", marker, *options, *session.posargs]
     session.run("pytest", *chosen, env=ENV)
 
 
@@ -166,10 +166,8 @@ def compatibility(session: nox.Session, torch: str) -> None:
     page = "docs/compatibility.md"
     session.run("git", "diff", "--exit-code", "--stat", "HEAD", "--", f":!{page}", external=True)
     commit = str(session.run("git", "rev-parse", "--short", "HEAD", external=True, silent=True)).strip()
-    install(session, *GROUPS["demo"], *GROUPS["examples"], *GROUPS["side-by-side"], torch=torch)
     report = Path(session.create_tmp()) / "report.xml"
-    chosen = [*TESTS, "integration_tests", *SIDE_BY_SIDE, "-m", "not exhaustive", *session.posargs]
-    session.run("pytest", *chosen, f"--junitxml={report}", env=ENV)
+    run_everything(session, torch, "not exhaustive", f"--junitxml={report}")
     counts = ET.parse(report).getroot()[0].attrib  # noqa: S314 - pytest wrote it
     passed, skipped = int(counts["tests"]) - int(counts["skipped"]), counts["skipped"]
     pair = f"| {session.python} | {torch} |"
