@@ -406,7 +406,7 @@ DIFFERENCES = {
     "wrappers": _differs(
         _wrapped,
         _train_with(HOOKS["bf16 wrapper"]),
-        _apart(r"fp16_compress_wrapper\(_own_mean\)", "bf16_compress_wrapper"),
+        _apart(r"fp16_compress_wrapper\(_own_mean\)", "bf16_compress_hook"),
     ),
     "options of AutoState": _differs(
         _with_state(AutoState, quant.auto_hook),

@@ -238,7 +238,7 @@ def _alike(rank, names, backend):
     return wrong
 
 
-@pytest.mark.parametrize("names", [ALIKE[::2], pytest.param(ALIKE, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("names", [ALIKE[::3], pytest.param(ALIKE, marks=pytest.mark.exhaustive)])
 def test_calls_that_are_equal_on_one_rank_only_are_not_merged(names):
     assert run_ranks(_alike, 2, names, "aot_eager", timeout=180, group_timeout=60) == [{}, {}]
 
@@ -261,7 +261,7 @@ def test_inductor_merges_no_calls_that_are_equal_on_one_rank_only():
 
 def _several_shapes(rank):
     found = {}
-    for name in ("reduce", "all_reduce max", "gather"):
+    for name in ("reduce", "all_reduce max"):
         compiled = _compiled(COLLECTIVES[name])
         for rows in (4, 6, 8):  # the second one makes the shape symbolic
             x = _input(rank, rows, 2)
