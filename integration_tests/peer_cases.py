@@ -397,9 +397,9 @@ DIFFERENCES = {
         _with_state(CompressState, compress.compress_hook, wire_dtype=torch.bfloat16, saturate=True),
         "; ".join(
             [
-                _apart("wire_dtype is torch.float16", "torch.bfloat16"),
                 _apart("accumulate is 'fp32'", "'wire'"),
                 _apart("saturate is False", "True"),
+                _apart("wire_dtype is torch.float16", "torch.bfloat16"),
             ]
         ),
     ),
