@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import io
+import types
 import weakref
 
 import pytest
@@ -452,6 +453,25 @@ def check_unused(unused, moved):
 
 
 # Several overlaps, one after another
+
+
+def _is_ours(found):
+    return isinstance(found, types.FunctionType) and str(found.__module__).startswith("ddp_optim_overlap")
+
+
+def check_nothing_is_left_in_the_model():
+    """Overlaps that end before step(), each with an optimizer of its own, leave no hooks behind."""
+    ddp = make_ddp()
+    counts = []
+    for x in batches(4):
+        optimizer = adamw(ddp)
+        with overlap_optimizer(ddp, optimizer):
+            backward(ddp, x)
+        del optimizer
+        ddp.zero_grad()
+        gc.collect()
+        counts.append(sum(map(_is_ours, gc.get_objects())))
+    assert counts == counts[:1] * 4, counts
 
 
 def check_nothing_is_left_in_the_optimizer():
