@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import io
 import types
@@ -152,7 +153,11 @@ def _by_hook(ddp, optimizer):
 @cases(
     {
         f"{name}, step() {'called' if calls else 'left out'}": (overlap, calls)
-        for name, overlap in (("overlap_optimizer", overlap_optimizer), ("hook_then_optimizer", _by_hook))
+        for name, overlap in (
+            ("overlap_optimizer", overlap_optimizer),
+            ("released", functools.partial(overlap_optimizer, release_gradients=True)),
+            ("hook_then_optimizer", _by_hook),
+        )
         for calls in (True, False)
     }
 )
