@@ -378,6 +378,19 @@ def check_errors_after_remove_are_raised_once(wrong, words):
     assert_same(changed(ddp, after), EVERY)
 
 
+def check_a_wrong_call_after_remove_leaves_the_step_done():
+    """The call that the error asks for is no second step."""
+    ddp, optimizer, handle = start()
+    backward(ddp, batches(1)[0])
+    handle.remove()
+    after = snapshot(ddp)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="closure would come too late"):
+            optimizer.step(lambda: None)
+    optimizer.step()
+    assert_same(snapshot(ddp), after)
+
+
 def check_looking_is_allowed():
     """A norm of gradients, and gradients by torch.autograd.grad; options that do not equal themselves."""
     ddp, optimizer, handle = start(find_unused_parameters=True)

@@ -225,9 +225,10 @@ class StepCalls:
         self, state: OverlapState, optimizer: torch.optim.Optimizer, arguments: Mapping[str, Any]
     ) -> None:
         """Match a call of ``step()`` with the step of the last pass; raise if they do not fit."""
+        _refuse_arguments(arguments)
+        self._refuse_other_order(optimizer)
         try:
-            _refuse_arguments(arguments)
-            self._refuse_late_call(state, optimizer)
+            self._refuse_late_call(state)
             self._require_same_inputs(optimizer)
         except ConfigError:
             if state.phase is Phase.REMOVED:  # raised once: no remove() can end it
@@ -308,8 +309,8 @@ class StepCalls:
                 "call handle.pause() around a backward pass that is to step nothing, or not everything"
             )
 
-    def _refuse_late_call(self, state: OverlapState, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if passes stepped more than this call of ``step()`` stands for, or in a different order."""
+    def _refuse_late_call(self, state: OverlapState) -> None:
+        """Raise if passes stepped more than this call of ``step()`` stands for."""
         if self._habit is _Habit.LEAVES_OUT and self._pending:
             raise state.fail(
                 ConfigError(
@@ -318,6 +319,9 @@ class StepCalls:
                     "handle.pause() around a backward pass that is to step nothing"
                 )
             )
+
+    def _refuse_other_order(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if an optimizer with common parameters has stepped before, and is called later."""
         for earlier in self._optimizers[: self._optimizers.index(optimizer)]:
             if earlier not in self._pending:
                 continue
