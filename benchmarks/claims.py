@@ -1,6 +1,6 @@
 """The main claims of the documents: their wording, where their numbers are, and how to repeat them.
 
-No number is written here: numbers come from the result files, and a test of ``nox -s repository`` compares
+No number is written here: numbers come from the result files, and a test of ``nox -s docs`` compares
 the documents with them. ``nox -s bench -- --quick`` (repeat_claims.py) measures every claim again, with few
 repeats, and fails where one is worse by more than its spread. ``python benchmarks/claims.py`` prints each
 claim with where it stands and the run that it rests on. This module needs no torch.

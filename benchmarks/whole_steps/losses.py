@@ -25,8 +25,8 @@ from ddp_quant_hooks import QuantizedAllreduceState
 
 RANKS, RATE = 2, "1gbit"
 """One rank on each of the emulated hosts, and the rate of their links."""
-HOW_LONG, THIN, WARM_UP = 200, 10, 20
-"""Steps, steps per point of a curve, steps in which the learning rate rises."""
+HOW_LONG, THIN, WARM_UP, AVERAGED = 200, 10, 20, 50
+"""Steps, steps in a point of a curve, in which the learning rate rises, in a loss after equal time."""
 DILOCO = "diloco"
 OVERLAPPED = "8bits" + OVERLAP
 LEARNERS = [PLAIN, "fp16", "bf16", "8bits", OVERLAPPED, "4bits", "powersgd-one", "powersgd4-one", DILOCO]
@@ -117,5 +117,16 @@ def learn_all(options: Namespace) -> Iterator[Found]:
 
 
 def loss_after(curve: Curve, seconds: float) -> float:
-    """Return a curve's loss at a time: of the last point that was reached by then."""
-    return curve["losses"][max(0, bisect.bisect_right(curve["seconds"], seconds) - 1)]
+    """Return the mean loss of the last AVERAGED steps that were made by then; that of fewer is noisy."""
+    made = max(1, bisect.bisect_right(curve["seconds"], seconds))
+    return statistics.fmean(curve["losses"][max(0, made - AVERAGED // THIN) : made])
+
+
+def steps_after(curve: Curve, seconds: float) -> int:
+    """Return how many steps were made by then, in whole points of the curve."""
+    return THIN * bisect.bisect_right(curve["seconds"], seconds)
+
+
+def complete(entry: dict[str, Any]) -> dict[str, list[Curve]]:
+    """Return the curves of a model that did not fail."""
+    return {name: curves for name, curves in entry["curves"].items() if isinstance(curves, list)}

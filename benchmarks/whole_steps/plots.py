@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drawing import BLUE, GRAY, GREEN, VERMILION, name_ends, save, subplots
-from whole_steps.losses import LABEL, LEARNT, Curve
+from whole_steps.losses import LABEL, LEARNT, Curve, complete
 
 SHOWN = {"plain": GRAY, "fp16": VERMILION, "powersgd-one": GREEN, "8bits": BLUE}
 """Few enough to be told apart."""
@@ -16,8 +16,9 @@ SHOWN = {"plain": GRAY, "fp16": VERMILION, "powersgd-one": GREEN, "8bits": BLUE}
 def draw(results: dict[str, Any], path: Path) -> None:
     """Draw the losses of the first model, if there are any, and write the picture."""
     (model, *_) = LEARNT
-    entry = results.get("losses", {}).get(model)
-    if entry is None or not SHOWN.keys() <= entry["curves"].keys():
+    entry = results.get("losses", {}).get(model, {"curves": {}})
+    curves = complete(entry)
+    if not SHOWN.keys() <= curves.keys():
         return
     title = (
         f"Training loss against time: {model}, 2 emulated hosts, 1 Gbit/s (CPUs, Gloo). "
@@ -26,8 +27,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure, (axis,) = subplots([2.6], title)
     ends = {}
     for name, color in SHOWN.items():
-        seconds = _means(entry["curves"][name], "seconds")
-        losses = _means(entry["curves"][name], "losses")
+        seconds = _means(curves[name], "seconds")
+        losses = _means(curves[name], "losses")
         axis.plot(seconds, losses, color=color, linewidth=1.2)
         axis.plot(seconds[-1], losses[-1], "o", color=color, markersize=4)
         ends[f"{_short(name)}:\n{seconds[-1]:.0f} s"] = (seconds[-1], losses[-1], color)

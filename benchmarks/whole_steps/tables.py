@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from whole_steps.cells import CELLS, MAIN
-from whole_steps.losses import DILOCO, LABEL, LEARNT, Curve, loss_after
+from whole_steps.losses import DILOCO, LABEL, LEARNT, Curve, complete, loss_after, steps_after
 from whole_steps.sides import ALL, COMPUTE, OURS, OVERLAP, PLAIN, label
 
 GAIN = 1.03
@@ -49,10 +49,10 @@ def short_table(results: dict[str, Any]) -> str:
     ]
     steps = table(["ms a step (times as fast as plain DDP)", *sides.values()], rows)
     (model, *_) = LEARNT
-    curves = results["losses"][model]["curves"]
+    curves = complete(results["losses"][model])
     earliest = _earliest_end(curves)
-    losses = [_loss_after(curves[side], earliest) for side in sides]
-    heads = [f"training loss of {model}, 2 hosts, 1 Gbit/s", *sides.values()]
+    losses = [_loss_after(curves[side], earliest) for side in sides if side in curves]
+    heads = [f"training loss of {model} (steps made), 2 hosts, 1 Gbit/s", *sides.values()]
     return f"{steps}\n\n{table(heads, [[f'after {earliest:.0f} s', *losses]])}"
 
 
@@ -165,7 +165,7 @@ def details(title: str, cell: dict[str, Any]) -> str:
 
 def losses(model: str, entry: dict[str, Any]) -> str:
     """Return the losses after equal steps, and when the fastest hook has made all its steps."""
-    curves = {name: curve for name, curve in entry["curves"].items() if isinstance(curve, list)}
+    curves = complete(entry)
     earliest = _earliest_end(curves)
     rows = [
         [LABEL[name], *_final(curve, curves.get(PLAIN)), f"{_end(curve):.0f}", _loss_after(curve, earliest)]
@@ -176,7 +176,7 @@ def losses(model: str, entry: dict[str, Any]) -> str:
         f"after {entry['steps']} steps",
         "minus plain DDP's [of each seed]",
         f"seconds for {entry['steps']} steps",
-        f"after {earliest:.0f} s",
+        f"after {earliest:.0f} s (steps made)",
     ]
     return table(heads, rows)
 
@@ -191,9 +191,8 @@ def _earliest_end(curves: dict[str, list[Curve]]) -> float:
 
 
 def _loss_after(curves: list[Curve], seconds: float) -> str:
-    if _end(curves) < seconds:
-        return "-"
-    return f"{statistics.fmean(loss_after(curve, seconds) for curve in curves):.3f}"
+    loss = statistics.fmean(loss_after(curve, seconds) for curve in curves)
+    return f"{loss:.2f} ({statistics.fmean(steps_after(curve, seconds) for curve in curves):.0f})"
 
 
 def _final(own: list[Curve], plain: list[Curve] | None) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from overlap_runs import (
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook as torchs_hook
 
 from ddp_compress_hooks import CompressState, fp16_compress_hook
-from ddp_optim_overlap import ConfigError, OverlapError, PreviousStepNorm, overlap_optimizer
+from ddp_optim_overlap import ConfigError, OverlapError, PerBucketNorm, PreviousStepNorm, overlap_optimizer
 from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
 
 
@@ -77,6 +77,21 @@ def check_a_pause_on_one_rank_only(options):
             first = tensor.clone()
             dist.broadcast(first, 0)
             assert_same(tensor, first)
+
+
+@cases(
+    {kind.__name__: (kind,) for kind in (PerBucketNorm, PreviousStepNorm)} if GROUPS_END_WITHOUT_GIL else {}
+)
+def check_limits_of_norms(kind):
+    ddp, optimizer, handle = start(sgd, options={"clip": kind(2.0 if dist.get_rank() == 1 else 1.0)})
+    before, name = snapshot(ddp), kind.__name__
+    words = rf"clip is '{name}\(max_norm=1.0\)' on ranks 0, 2, '{name}\(max_norm=2.0\)' on rank 1"
+    with pytest.raises(RuntimeError, match=words):
+        backward(ddp, batches(1)[0])
+    for call in (handle.wait, optimizer.step):
+        with pytest.raises(OverlapError, match=words):
+            call()
+    assert_same(snapshot(ddp), before)
 
 
 check = on_ranks(__name__, 3, timeout=120, group_timeout=40)

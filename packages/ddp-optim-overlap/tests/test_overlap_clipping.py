@@ -12,12 +12,13 @@ from overlap_runs import (
     backward,
     batches,
     cases,
+    ends,
     on_ranks,
     snapshot,
     start,
 )
 
-from ddp_optim_overlap import ByValue, PerBucketNorm, PreviousStepNorm
+from ddp_optim_overlap import ByValue, ClipPolicy, PerBucketNorm, PreviousStepNorm
 
 pytestmark = pytest.mark.short
 
@@ -46,6 +47,30 @@ def check_by_value(ddp_options, options, *, overlapped):
         optimizer.step()
         optimizer.zero_grad()
     return snapshot(ddp)
+
+
+class Halves(ClipPolicy):
+    """A user's own policy, which has no terms and another text on each rank."""
+
+    def clip(self, parameters):
+        for parameter in parameters:
+            parameter.grad.mul_(0.5)
+
+    def __repr__(self):
+        return f"Halves of rank {dist.get_rank()}"
+
+
+@cases({"kept": ({},), "released": ({"release_gradients": True},)})
+@as_ordinary
+def check_own_policy(options, *, overlapped):
+    ddp, optimizer, _ = start(overlapped=overlapped, options={"clip": Halves(), **options})
+    for x in batches(3):
+        backward(ddp, x)
+        if not overlapped:
+            Halves().clip(list(ddp.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return ends(ddp, optimizer)
 
 
 def _sgd_of_rate_one(ddp):

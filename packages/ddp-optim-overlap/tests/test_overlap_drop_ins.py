@@ -1,5 +1,6 @@
 """The functions with PyTorch's names: the bits of the ordinary loop."""
 
+import gc
 import io
 import warnings
 import weakref
@@ -213,6 +214,29 @@ def check_in_backward_unused(accumulates, *, overlapped):
             optimizer.step()
         ddp.zero_grad()
     return snapshot(ddp)
+
+
+@as_ordinary
+def check_in_backward_a_model_that_is_gone(*, overlapped):
+    """Its module is trained alone afterwards."""
+    net = Net()
+    ddp, optimizer = make_ddp(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    if overlapped:
+        _hook_in_backward(ddp, None)
+    backward(ddp, batches(1)[0])
+    if not overlapped:
+        optimizer.step()
+    gone = weakref.ref(ddp)
+    del ddp
+    gc.collect()
+    assert gone() is None
+    net.zero_grad()
+    for x in batches(2, seed=1):
+        backward(net, x)
+        if not overlapped:
+            optimizer.step()
+        net.zero_grad()
+    return snapshot(net)
 
 
 @as_ordinary

@@ -26,6 +26,7 @@ from overlap_runs import (
     cases,
     changed,
     ends,
+    gradients,
     make_ddp,
     on_ranks,
     sgd,
@@ -400,15 +401,15 @@ def test_a_rank_that_refuses_late_and_lives_on_is_an_error_on_every_rank():
     assert_same(run_ranks(_refuses_and_lives_on, 2, timeout=60, group_timeout=600), [[], []])
 
 
-def _recover(rank, released, seconds):
+def _recover(rank, released, seconds, **ddp_options):
     """One rank's step fails, perhaps late; both go on until each has seen an error, and begin anew.
 
     Without an agreement on the fate of a pass, one rank has then started an average that its peer has not,
     and all later ones are those of different passes.
     """
     options = {"comm_hook": allreduce_hook, "steps_per_parameter": True, "release_gradients": released}
-    ddp, optimizer, handle = start(momentum_failing, options=options)
-    plain, other, _ = start(momentum, overlapped=False)
+    ddp, optimizer, handle = start(momentum_failing, options=options, **ddp_options)
+    plain, other, _ = start(momentum, overlapped=False, **ddp_options)
     plain.register_comm_hook(None, allreduce_hook)
     data = iter(batches(9))
     train_on(ddp, optimizer, [next(data), next(data)])
@@ -417,12 +418,18 @@ def _recover(rank, released, seconds):
         optimizer.victim, optimizer.seconds = ddp.module.layers[1].weight, seconds
     failed_in = []
     for number in range(2):
+        before = snapshot(ddp)
         try:
             optimizer.zero_grad()
             backward(ddp, next(data))
             optimizer.step()
         except RuntimeError:
             failed_in.append(number)
+            moved = changed(ddp, before)
+            if rank == 0 and number == 0 and not seconds:
+                assert_same(moved, [6, 7, 8, 9])  # the layers after the one that fails
+            if released:
+                assert_same([gradients(ddp)[place] for place in moved], [None] * len(moved))
     assert failed_in in ([0, 1], [1]), failed_in
     handle.remove()
     optimizer.victim = None
@@ -440,7 +447,11 @@ def _recover(rank, released, seconds):
 
 
 def _recovers(rank):
-    return [_recover(rank, *case) for case in ((False, 0.5), (True, 0.0))]
+    return [
+        _recover(rank, released=False, seconds=0.5),
+        _recover(rank, released=True, seconds=0.0),
+        _recover(rank, released=True, seconds=0.0, gradient_as_bucket_view=True),
+    ]
 
 
 @needs_ends_of_groups

@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import io
+import types
 import weakref
 
 import pytest
@@ -151,7 +153,11 @@ def _by_hook(ddp, optimizer):
 @cases(
     {
         f"{name}, step() {'called' if calls else 'left out'}": (overlap, calls)
-        for name, overlap in (("overlap_optimizer", overlap_optimizer), ("hook_then_optimizer", _by_hook))
+        for name, overlap in (
+            ("overlap_optimizer", overlap_optimizer),
+            ("released", functools.partial(overlap_optimizer, release_gradients=True)),
+            ("hook_then_optimizer", _by_hook),
+        )
         for calls in (True, False)
     }
 )
@@ -452,6 +458,25 @@ def check_unused(unused, moved):
 
 
 # Several overlaps, one after another
+
+
+def _is_ours(found):
+    return isinstance(found, types.FunctionType) and str(found.__module__).startswith("ddp_optim_overlap")
+
+
+def check_nothing_is_left_in_the_model():
+    """Overlaps that end before step(), each with an optimizer of its own, leave no hooks behind."""
+    ddp = make_ddp()
+    counts = []
+    for x in batches(4):
+        optimizer = adamw(ddp)
+        with overlap_optimizer(ddp, optimizer):
+            backward(ddp, x)
+        del optimizer
+        ddp.zero_grad()
+        gc.collect()
+        counts.append(sum(map(_is_ours, gc.get_objects())))
+    assert counts[-1] < counts[0] + len(EVERY), counts  # a thread that ends may still hold one
 
 
 def check_nothing_is_left_in_the_optimizer():

@@ -38,7 +38,12 @@ from ddp_compress_hooks import (
     bf16_compress_wrapper,
     fp16_compress_hook,
 )
-from ddp_optim_overlap import OptimizerHookState, hook_then_optimizer, overlap_optimizer
+from ddp_optim_overlap import (
+    OptimizerHookState,
+    declare_steps_per_parameter,
+    hook_then_optimizer,
+    overlap_optimizer,
+)
 
 # Communication hooks
 
@@ -158,6 +163,11 @@ class Mixed(torch.nn.Module):
         return x + self.empty.sum()
 
 
+@declare_steps_per_parameter
+class Declared(torch.optim.SGD):
+    """Steps with sparse gradients, too, as its trial must find."""
+
+
 def sparse_adam(ddp):
     others = [one for name, one in ddp.module.named_parameters() if "embedding" not in name]
     return [torch.optim.SparseAdam(ddp.module.embedding.parameters(), lr=0.01), torch.optim.AdamW(others)]
@@ -169,6 +179,7 @@ def sparse_adam(ddp):
         for name, make, view in (
             ("SGD", lambda ddp: [torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)], True),
             ("Adagrad", lambda ddp: [torch.optim.Adagrad(ddp.parameters(), lr=0.01)], False),
+            ("declared", lambda ddp: [Declared(ddp.parameters(), lr=0.01, momentum=0.9)], True),
             ("SparseAdam and AdamW", sparse_adam, False),
         )
         for released in ("kept", "released")

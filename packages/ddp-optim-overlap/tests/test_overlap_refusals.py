@@ -57,6 +57,10 @@ class TakesWhat(torch.nn.Module):
         self.embedding = torch.nn.Embedding(50, 8, sparse=True)
 
 
+class OwnAdam(torch.optim.Adam):
+    """Must be declared, and like Adam cannot step with sparse gradients."""
+
+
 def _with_pre_hook(ddp):
     optimizer = sgd(ddp)
     optimizer.register_step_pre_hook(lambda *_: None)
@@ -153,6 +157,13 @@ REFUSED = {
         {},
         UnsupportedGradientError,
         r"embedding\.weight",
+    ),
+    "sparse, declared": (
+        lambda: make_ddp(TakesWhat()),
+        lambda ddp: OwnAdam(ddp.parameters()),
+        {"steps_per_parameter": True},
+        UnsupportedGradientError,
+        r"OwnAdam cannot step embedding\.weight, .*does not support sparse gradients",
     ),
     "sparse, clip": (lambda: make_ddp(TakesWhat()), sgd, {"clip": ByValue(1.0)}, ConfigError, "sparse"),
     "released, not stepped": (make_ddp, _some, {"release_gradients": True}, ConfigError, r"\(4, 2, 3, 3\)"),

@@ -51,10 +51,20 @@ def _compiler():
     pytest.importorskip("cuda.core", reason="needs cuda-core: pip install 'ddp-quant-hooks[cuda]'")
 
 
+def _known_architectures():
+    from cuda.bindings import nvrtc  # noqa: PLC0415 - an extra
+
+    error, architectures = nvrtc.nvrtcGetSupportedArchs()
+    assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS
+    return architectures
+
+
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("some", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_every_kernel_compiles_and_keeps_everything_in_registers(architecture, some):
+    if int(architecture.removeprefix("sm_")) not in _known_architectures():
+        pytest.skip(f"the NVRTC in this process, of an older CUDA of torch's, does not know {architecture}")
     programs = [*_every_program()]
     if some:
         programs = random.Random(architecture).sample(programs, 6)

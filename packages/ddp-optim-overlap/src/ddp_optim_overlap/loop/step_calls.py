@@ -166,22 +166,26 @@ class StepCalls:
         if callable(closure) and self._is_first_to_run_closure(optimizer):
             loss = self._run(closure)
             closure, call.arguments["closure"] = None, lambda: loss
-        state, engine = self._state, self._engine()  # the closure may have made them
+        state, engine = self._state, self._stepping_engine()  # the closure may have made them
         if state is None:
             return step_now()
-        removed = engine is None or state.phase is Phase.REMOVED
-        if engine is not None and not removed:
+        if engine is not None:
             engine.require_outside_pass()
         if self._is_pending(optimizer):
             self._settle(state, optimizer, {**call.arguments, "closure": closure})
             return loss
         if self._pending:
             self._forget_pending(state)
-        if removed:
+        if engine is None:
             self.restore()
-        elif engine is not None and engine.release is not None and state.gradients.none_since_step:
+        elif engine.release is not None and state.gradients.none_since_step:
             _require_gradients(optimizer)
         return step_now()  # after pause() or no_sync(), or once more
+
+    def _stepping_engine(self) -> Engine | None:
+        """Return the engine, or ``None`` if it was removed, as it is when the model is gone."""
+        removed = self._state is None or self._state.phase is Phase.REMOVED
+        return None if removed else self._engine()
 
     def _guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if the step of a backward pass would be repeated."""
@@ -198,10 +202,10 @@ class StepCalls:
 
     def _is_first_to_run_closure(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a closure runs before any step, because its backward pass may be the one that steps."""
-        state, engine = self._state, self._engine()
+        state, engine = self._state, self._stepping_engine()
         if state is None:
             return bool(self._replacements)  # the closure may make it
-        if engine is None or engine.paused or state.phase is Phase.REMOVED:
+        if engine is None or engine.paused:
             return False
         engine.require_outside_pass()
         self._refuse_late_call(state, optimizer)

@@ -126,7 +126,7 @@ def require_step_per_parameter(
 
     Raises:
         UnsupportedOptimizerError: It is neither, or is declared and does not pass the trial.
-        UnsupportedGradientError: It is one of torch's, and cannot step with a sparse gradient.
+        UnsupportedGradientError: It cannot step with a sparse gradient.
 
     Cost:
         For a declared optimizer, that of the trial.
@@ -136,7 +136,7 @@ def require_step_per_parameter(
         _require_sparse_support(optimizer, sparse)
         _require_uncoupled_options(optimizer, sparse)
     elif declared or type(optimizer) in _declared:
-        require_passed_trial(optimizer, left_out=sparse)
+        require_passed_trial(optimizer, sparse)
     else:
         raise refusal(
             f"{name} is not one of the optimizers of torch.optim that are known to step per parameter. If "

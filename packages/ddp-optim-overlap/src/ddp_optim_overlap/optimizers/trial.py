@@ -9,14 +9,14 @@ import math
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ddp_optim_overlap.errors import UnsupportedOptimizerError
+from ddp_optim_overlap.errors import UnsupportedGradientError, UnsupportedOptimizerError
 from ddp_optim_overlap.optimizers.equality import same_value
 from ddp_optim_overlap.optimizers.partial_steps import PartialSteps, parameters_of, part_of, stand_in
 from ddp_optim_overlap.optimizers.step_hooks import NOT_OF_THE_STEP, step_without_hooks
@@ -44,7 +44,7 @@ _MOST_VALUES = 1024
 _LONGEST_SIDE = 8
 _COLLECTIVES = ("c10d::", "_c10d_functional", "c10d_functional::", "symm_mem::")
 
-_NOT_OF_THE_STEP = (UnsupportedOptimizerError, MissingTorchFeatureError)
+_NOT_OF_THE_STEP = (UnsupportedOptimizerError, UnsupportedGradientError, MissingTorchFeatureError)
 """Errors that a step does not raise by itself."""
 
 _Gradients = list[torch.Tensor | None]
@@ -57,32 +57,56 @@ def refusal(reason: str) -> UnsupportedOptimizerError:
     return UnsupportedOptimizerError(f"{reason}: use the ordinary loop with the same communication hook")
 
 
-def require_passed_trial(optimizer: torch.optim.Optimizer, left_out: Collection[torch.Tensor]) -> None:
+def require_passed_trial(optimizer: torch.optim.Optimizer, sparse: Mapping[torch.Tensor, str]) -> None:
     """Raise unless stepping parameters one by one gives the same bits as stepping them together.
 
     Args:
         optimizer: Not changed, nor are its parameters, their gradients and its state.
-        left_out: Parameters that are not tried, because their gradients are sparse.
+        sparse: Parameters with sparse gradients, and their names, for a step of their own.
 
     Raises:
         UnsupportedOptimizerError: Values, states or options differ, as they also do if a step draws random
             numbers or keeps a gradient; it sets attributes, fails, communicates or moves nothing; or the
             optimizer cannot be copied.
+        UnsupportedGradientError: The step fails with sparse gradients.
 
     Cost:
         Nine steps of three copies with some small parameters of each group: some tenths of a second.
     """
-    places = _places_to_try(optimizer, left_out)
+    places = _places_to_try(optimizer, sparse)
     try:
         with _trial(optimizer):
             if places:
                 _compare(optimizer, places)
+            _require_sparse_support(optimizer, sparse)
     except _NOT_OF_THE_STEP:
         raise
     except Exception as error:
         name = type(optimizer).__name__
         raise refusal(
             f"the step of {name} failed on small copies of parameters, with {error_text(error)}"
+        ) from error
+
+
+def _require_sparse_support(optimizer: torch.optim.Optimizer, sparse: Mapping[torch.Tensor, str]) -> None:
+    """Raise if copies of these parameters cannot be stepped with sparse gradients."""
+    places = {
+        (number, at): sparse[one]
+        for number, group in enumerate(optimizer.param_groups)
+        for at, one in enumerate(group["params"])
+        if one in sparse
+    }
+    if not places:
+        return
+    copied = _Copy(optimizer, list(places))
+    try:
+        copied.step([torch.ones_like(one).to_sparse(1) for one in copied.parameters])
+    except _NOT_OF_THE_STEP:
+        raise
+    except Exception as error:
+        raise UnsupportedGradientError(
+            f"{copied.name} cannot step {', '.join(places.values())}, whose gradient is sparse, with "
+            f"{error_text(error)}. Use SGD, Adagrad or SparseAdam for it, or an embedding with sparse=False"
         ) from error
 
 

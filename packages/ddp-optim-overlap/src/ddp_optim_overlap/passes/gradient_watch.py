@@ -43,6 +43,10 @@ class GradientWatch:
         self._hooks: list[tuple[Node, torch.utils.hooks.RemovableHandle]] = []
         self.watch(parameters)
 
+    def __del__(self) -> None:
+        """Take the hooks away, which the parameters would keep."""
+        self.stop()
+
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Watch the gradients of these parameters, too."""
         for parameter in parameters:
