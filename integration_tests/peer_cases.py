@@ -38,6 +38,8 @@ from dist_utils.process_groups import all_gather_plain
 RANKS, VICTIM = 3, 1
 AVG = dist.ReduceOp.AVG
 X = torch.ones(2)
+GLOO_ERROR = "Timed out|timeout caused|Connection (closed|reset)"
+"""What torch's own collectives say of a peer that does not take part, or has ended its connections."""
 NOT_THERE = r"ranks \[0, 2\] came within {limit:g} s, ranks \[1\] did not"
 """What errors say if a rank does not come to a comparison in the store."""
 
@@ -88,7 +90,8 @@ class Case(NamedTuple):
         text_at_first: Likewise before its first step.
         steps_parts: Buckets are stepped one by one: some may be stepped before the error.
         waiting: The other ranks that wait for the victim.
-        witnesses: The ranks whose error says in what they differ; the others do not compare.
+        witnesses: The ranks whose error says in what they differ; the others do not compare, and wait in
+            torch's own collectives.
         starts_anew: After ``close()`` on all ranks the group can be used again, and with FSDP2 the model.
     """
 
@@ -199,7 +202,9 @@ ON_TENSORS = {
     "tensors in 4 bits, feedback": _on_tensors(
         functools.partial(QuantizedAllreduceState, bits=4, min_bytes=0), _in_8_bits
     ),
-    "tensors too small for 8 bits": _on_tensors(QuantizedAllreduceState, _in_8_bits),
+    "tensors too small for 4 bits, feedback": _on_tensors(
+        functools.partial(QuantizedAllreduceState, bits=4, min_bytes=1 << 20), _in_8_bits
+    ),
     "scattered tensors in 8 bits": _on_tensors(_state_of_8_bits, _scatter),
 }
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from peer_cases import CASES, COLLECTIVES, DIFFERENCES, RANKS, TRAINED, VICTIM
+from peer_cases import CASES, COLLECTIVES, DIFFERENCES, GLOO_ERROR, RANKS, TRAINED, VICTIM
 from soak.trouble import raise_here
 from trainings import Places
 
@@ -249,5 +249,5 @@ def test_closed_connections_tell_most_ranks_before_the_timeout(outcome):
 def test_ranks_that_differ_all_get_an_error_that_says_in_what_and_step_nothing(outcome, name):
     case = DIFFERENCES[name]
     for rank in range(RANKS):
-        _assert_error(outcome, rank, name, case, case.text if rank in case.witnesses else "")
+        _assert_error(outcome, rank, name, case, case.text if rank in case.witnesses else GLOO_ERROR)
         assert outcome.seen[rank][name].moved == []

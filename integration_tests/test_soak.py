@@ -16,6 +16,7 @@ from soak.restarts import kill_and_restart
 from soak.verdicts import Reference, judge
 
 from dist_utils.testing import patience, run_ranks
+from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
 
 # test_peers.py has a rank that ends, stops or raises.
 JOBS = [
@@ -118,12 +119,23 @@ def test_growth_is_seen_in_noise(change, verdict):
     assert judge_growth([grows, grows])["verdict"] == verdict
 
 
-@pytest.mark.parametrize("make", [go_on, remake])
-def test_steps_and_states_that_were_closed_hold_nothing(make):
-    for samples in run_ranks(sample_loop, 2, partial(make, "8 bits, feedback, overlap"), 24, timeout=120):
-        growth = {what: samples[-1][what] - samples[8][what] for what in samples[0] if what in MEMORY}
-        # Of every model torch keeps 12 KiB, also without our packages. Residuals are 60, and a model is 180.
-        assert max(growth.values()) < 15 * 40, growth
+ENDS_GROUPS = pytest.mark.skipif(
+    not GROUPS_END_WITHOUT_GIL, reason="torch 2.6 keeps groups until all are destroyed"
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "count", "allowed"), [(go_on, 108, 5), pytest.param(remake, 24, 40, marks=ENDS_GROUPS)]
+)
+def test_steps_and_states_that_were_closed_hold_nothing(make, count, allowed):
+    """A few KiB are allowed for each step or model: plain DDP leaves 2 of a step and 12 of a model.
+
+    Residuals are 60 KiB, and a model is 180.
+    """
+    for samples in run_ranks(sample_loop, 2, partial(make, "8 bits, feedback, overlap"), count, timeout=120):
+        growth = {what: samples[-1][what] - samples[8][what] for what in samples[0] if what != "seconds"}
+        assert max(growth.pop(what, 0) for what in MEMORY) < allowed * (count - 9), (growth, samples)
+        assert set(growth.values()) == {0}, growth
 
 
 def test_the_page_has_the_figures_of_the_results():

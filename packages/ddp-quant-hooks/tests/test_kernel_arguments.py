@@ -79,6 +79,7 @@ REFUSED = {
         lambda m: m.reduce(m.message(16_384), new_residual=m.halves(8196)),
     ),
     "reduce: in place in another layout": (SHARE, lambda m: m.reduce(m.message(0, INT4), INT4)),
+    "decode over a message": (SHARE, lambda m: m.decode(m.message(4092))),
     "affine_decode": (SHARE, lambda m: kernels.affine_decode([m.affine(4000)], AFFINE, m.floats(0))),
     "a message starts at 1": (START, lambda m: m.encode(message=m.message(16_385))),
     "values start at 1": (START, lambda m: m.encode(SHIFTED)),
@@ -104,6 +105,7 @@ REFUSED = {
         lambda m: kernels.affine_encode(m.floats(0, COUNT - 1), m.affine(16_384), AFFINE),
     ),
     "lengths of other values": ("sum to the number of values", lambda m: m.in_shards([512, 513])),
+    "a negative length": ("at least 0", lambda m: m.in_shards([1152, -128])),
     "a length of 512.0": ("must be ints", lambda m: m.in_shards([512.0, 512])),
     "no messages": ("at least one message", lambda m: m.decode()),
     "shards with different numbers of messages": (

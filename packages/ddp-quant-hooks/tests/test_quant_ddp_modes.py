@@ -14,13 +14,13 @@ from ddp_quant_hooks import (
     quantization_pertensor_hook,
     quantized_allreduce_hook,
 )
-from dist_utils.testing import run_ranks
+from dist_utils.testing import run_ranks, same_on_all_ranks
 
 HOOKS = {
-    "int8": lambda: (make_state("int8"), quantized_allreduce_hook),
-    "int8 and exact 1d": lambda: (make_state("int8", exact_1d=True), quantized_allreduce_hook),
-    "pertensor": lambda: (None, quantization_pertensor_hook),
-    "perchannel": lambda: (None, quantization_perchannel_hook),
+    "int8": lambda group: (make_state("int8", group), quantized_allreduce_hook),
+    "int8 and exact 1d": lambda group: (make_state("int8", group, exact_1d=True), quantized_allreduce_hook),
+    "pertensor": lambda group: (group, quantization_pertensor_hook),
+    "perchannel": lambda group: (group, quantization_perchannel_hook),
 }
 MODES = {
     "bucket view": {"gradient_as_bucket_view": True},
@@ -51,11 +51,13 @@ class Net(torch.nn.Module):
         return x
 
 
-def _gradients(hook, *, accumulate=1, skip=False, join=False, **options):
+def _gradients(hook, *, group=None, accumulate=1, skip=False, join=False, **options):
     """Return the gradients of every step, flat. With ``join`` rank 0 has fewer batches."""
-    model = DistributedDataParallel(Net(skip=skip), bucket_cap_mb=0.1, find_unused_parameters=skip, **options)
+    model = DistributedDataParallel(
+        Net(skip=skip), bucket_cap_mb=0.1, find_unused_parameters=skip, process_group=group, **options
+    )
     if hook is not None:
-        model.register_comm_hook(*hook())
+        model.register_comm_hook(*hook(group))
     generator, seen = torch.Generator().manual_seed(dist.get_rank()), []
     with model.join() if join else contextlib.nullcontext():
         for _ in range(2 if join and dist.get_rank() == 0 else 3):
@@ -92,3 +94,16 @@ def test_gradients_are_those_without_a_hook(world_size):
     for errors in run_ranks(_modes, world_size, timeout=150):
         assert errors.keys() == set(itertools.product(HOOKS, MODES))
         assert {case: error for case, error in errors.items() if not error <= 1.001} == {}
+
+
+def _subgroups(rank):
+    """Two groups of two ranks train apart; WORLD would mix them."""
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    reference = _gradients(None, group=group)
+    assert not same_on_all_ranks(reference), "the groups have different data"
+    return {name: _error(_gradients(hook, group=group), reference, 2) for name, hook in HOOKS.items()}
+
+
+def test_subgroups_train_apart():
+    for errors in run_ranks(_subgroups, 4, timeout=120):
+        assert {name: error for name, error in errors.items() if not error <= 1.001} == {}

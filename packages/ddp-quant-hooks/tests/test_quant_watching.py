@@ -13,14 +13,26 @@ from ddp_quant_hooks import (
     quantization_perchannel_hook,
     quantized_allreduce_hook,
 )
+from ddp_quant_hooks.statistics import bytes_around_ring
 from dist_utils.testing import run_ranks
 from dist_utils.torch_compat import every_thread
+
+
+def _sends_small_buckets_as_they_are():
+    """Make passes in which the hook quantizes nothing: it is in use nevertheless."""
+    ddp = DistributedDataParallel(torch.nn.Linear(100, 100))
+    state = QuantizedAllreduceState(min_bytes=1 << 30)
+    ddp.register_comm_hook(state.bind(ddp), quantized_allreduce_hook)
+    for _ in range(4):
+        ddp(torch.randn(4, 100)).sum().backward()
+    assert (state.statistics.quantized_buckets, state.statistics.plain_buckets) == (0, 4)
 
 
 def _watch(rank):
     """Return the counts of a backward pass with several buckets, and its ranges: names and threads."""
     torch.manual_seed(rank)
     warnings.simplefilter("error")  # a bound state would give one if its hook got no bucket
+    _sends_small_buckets_as_they_are()
     quantized = QuantizedAllreduceState(min_bytes=0, sample_every=1)
     found = []
     for state, hook in ((quantized, quantized_allreduce_hook), (None, quantization_perchannel_hook)):
@@ -73,3 +85,12 @@ def test_statistics_as_plain_numbers():
     assert (later - later).bytes_ratio is None
     with pytest.raises(TypeError, match="unsupported operand"):
         later - 1
+
+
+@pytest.mark.parametrize(
+    ("ring", "to_hosts"), [([0, 1, 2, 3], [1.5, 1.5, 1.5, 1.5]), ([0, 2, 1, 3], [0, 0, 1.5, 1.5])]
+)
+def test_what_a_ring_sends_to_other_hosts_depends_on_its_order(ring, to_hosts):
+    """The hosts are interleaved, 0101; each of four ranks sends 1.5 times what is averaged."""
+    found = [bytes_around_ring(1000, ring, (0, 1, 0, 1), rank) for rank in range(4)]
+    assert found == [(1500, 1000 * times) for times in to_hosts]

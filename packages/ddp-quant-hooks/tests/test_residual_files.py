@@ -65,8 +65,22 @@ def _with_one(entry, name, value):
     return lambda saved: {**saved, entry: {**saved[entry], name: value}}
 
 
+def _with(name, value):
+    return lambda saved: {**saved, name: value}
+
+
+def _with_pieces(*pieces):
+    return _with_one("own", "norm.bias", list(pieces))  # a parameter of 37 values
+
+
 def _with_residual(value):
-    return _with_one("own", "norm.bias", [(0, 0, torch.full((37,), value))])
+    return _with_pieces((0, 1.0, torch.full((37,), value)))
+
+
+def _with_key(name):
+    """Return a change to residuals of plain tensors, with one key."""
+    parts = {"lengths": {name: 3}, "strides": {name: ()}, "own": {}, "shard": {}}
+    return lambda saved: {**saved, "of_tensors": True, **parts}
 
 
 WRONG_FILES = {  # what the message must say, and the change of a file
@@ -80,9 +94,25 @@ WRONG_FILES = {  # what the message must say, and the change of a file
     "not residuals that state_dict.*'lengths'": _without("lengths"),
     "not residuals that state_dict.*inf is not a count": lambda saved: {**saved, "steps": float("inf")},
     "not residuals that state_dict.*-1 is not a count": lambda saved: {**saved, "steps": -1},
-    "not residuals that state_dict.*0.5 is not a count": _with_one(
-        "own", "norm.bias", [(0.5, 0, torch.ones(9))]
-    ),
+    "not residuals that state_dict.*0.5 is not a count": _with_pieces((0.5, 1.0, torch.ones(9))),
+    "not residuals that state_dict.*Boolean value of Tensor": _with("version", torch.ones(3)),
+    "not residuals that state_dict.*tensor.* is not a list of strings": _with("places", torch.ones(3)),
+    r"not residuals that state_dict.*\[1, 'x'\] is not a list of strings": _with("places", [1, "x"]),
+    "not residuals that state_dict.*of_tensors is 'yes'": _with("of_tensors", "yes"),
+    "not residuals that state_dict.*of_tensors is 0": _with("of_tensors", 0),
+    "not residuals that state_dict.*of_tensors is None": _with("of_tensors", None),
+    r"not residuals that state_dict.*\[5\] is not a list of strings": _with_key(5),
+    "not residuals that state_dict.*'x' is not a weight": _with_pieces((0, "x", torch.ones(9))),
+    "not residuals that state_dict.*inf is not a weight": _with_pieces((0, torch.inf, torch.ones(9))),
+    r"not residuals that state_dict.*\[1.0\] is not a weight": _with_pieces((0, [1.0], torch.ones(9))),
+    "not residuals that state_dict.*torch.bool": _with_pieces((0, 1.0, torch.ones(9, dtype=torch.bool))),
+    "not residuals that state_dict.*torch.complex64": _with_pieces((0, 1.0, torch.ones(9) * 1j)),
+    "not residuals that state_dict.*is_floating_point": _with_pieces((0, 1.0, [1.0] * 9)),
+    "not residuals that state_dict.*argument": _with_pieces((0, 1.0)),
+    r"a piece of shape \(38,\) at 0, but only 37 values": _with_pieces((0, 1.0, torch.ones(38))),
+    r"a piece of shape \(3, 3\) at 0": _with_pieces((0, 1.0, torch.ones(3, 3))),
+    r"a piece of shape \(9,\) at 1000000000, but": _with_pieces((10**9, 1.0, torch.ones(9))),
+    "'norm.bias' overlap at 8": _with_pieces((8, 1.0, torch.ones(9)), (0, 1.0, torch.ones(9))),
     "a parameter 'layers.0.weight' of 36 values, 2257 long here": _with_one("lengths", "layers.0.weight", 36),
     "another memory format: with strides": _with_one("strides", "layers.0.weight", (1, 61)),
     "'norm.bias' has values that are not finite": _with_residual(torch.nan),
@@ -102,8 +132,9 @@ def _refusals(rank):
     run = _trained()
     saved = run.state.state_dict()
     for match, change in WRONG_FILES.items():
-        with pytest.raises((ValueError, TypeError), match=match):
-            run.state.load_state_dict(change(copy.deepcopy(saved)))
+        damaged = change(copy.deepcopy(saved))
+        with pytest.raises(ValueError if isinstance(damaged, dict) else TypeError, match=match):
+            run.state.load_state_dict(damaged)
         assert same_bits(saved, run.state.state_dict()), "nothing was changed"
     with pytest.raises(ValueError, match=r"'layers\.\d\.\w+' of .* values, not there"):
         run.state.load_state_dict(saved, torch.nn.Linear(2, 2))

@@ -281,6 +281,24 @@ def test_an_interrupted_comparison_is_an_error_on_every_rank_that_waits():
         assert "KeyboardInterrupt" in text
 
 
+class _Interrupting:
+    def __repr__(self):
+        raise KeyboardInterrupt
+
+
+def _interrupted_before(rank):
+    """A signal comes while rank 0 writes down its terms; rank 1 does not come to the comparison."""
+    worker = OrderedWorker()
+    worker.agree()
+    if rank == 0:
+        with pytest.raises(KeyboardInterrupt):
+            worker.require_same_terms("call", {"term": _Interrupting()})
+
+
+def test_an_interrupt_before_a_comparison_does_not_wait_for_other_ranks():
+    run_ranks(_interrupted_before, 2)
+
+
 def _one_rank_fails(rank):
     """Rank 1's second job raises before it communicates; its peer waits in the collective."""
     worker, ran, groups = OrderedWorker(), [], []

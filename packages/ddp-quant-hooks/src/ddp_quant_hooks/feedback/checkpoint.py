@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+import math
 import pickle
 import weakref
 from abc import abstractmethod
@@ -330,36 +332,42 @@ class FeedbackState(HookState):
             raise TypeError(
                 f"residuals are loaded from what state_dict() returned, got a {type(state).__name__}"
             )
+        known: Mapping[str, Owner] | None = None
+        if state.get("of_tensors") is False:
+            known = self.names.parameters(model, "load_state_dict")
+        try:
+            return self._read(state, known)
+        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"these are not residuals that state_dict() returned: {error!r:.200}") from error
+
+    def _read(self, state: dict[str, Any], known: Mapping[str, Owner] | None) -> Saved:
+        """Return what was saved, of parameters with known names or of keys, if it fits this state."""
         if state.get("version") != VERSION:
             raise ValueError(
                 f"the residuals are of version {state.get('version')!r:.200} of the format, and this release "
                 f"reads version {VERSION} only: go on without them"
             )
-        places = state.get("places")
+        for name, value in self.identity().items():
+            if state.get(name) != value:
+                raise ValueError(
+                    f"the residuals are of {name} {state.get(name)!r:.200}, but here it is {value!r}, on "
+                    f"rank {self.process_group.rank()}"
+                )
+        places = None if state.get("places") is None else _strings(state["places"])
         if None not in (self.places, places) and places != self.places:
             raise ValueError(
                 f"the residuals are of shards {places!r:.200}, but this rank has {self.places!r}"
             )
-        known: Mapping[str, Owner] | None = None
-        if state.get("of_tensors") is False:
-            known = self.names.parameters(model, "load_state_dict")
-        try:
-            for name, value in self.identity().items():
-                if state.get(name) != value:
-                    raise ValueError(
-                        f"the residuals are of {name} {state.get(name)!r:.200}, but here it is {value!r}, on "
-                        f"rank {self.process_group.rank()}"
-                    )
-            steps, of_tensors, lengths = _count(state["steps"]), state["of_tensors"], dict(state["lengths"])
-            if known is None:
-                known = {name: Key(name, count) for name, count in lengths.items()}
-            residuals = [
-                (_owner(name, _count(count), state["strides"][name], known), _residuals(name, state))
-                for name, count in lengths.items()
-            ]
-            return Saved(residuals, steps, of_tensors, places)
-        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise ValueError(f"these are not residuals that state_dict() returned: {error!r:.200}") from error
+        of_tensors, lengths = state["of_tensors"], dict(state["lengths"])
+        if type(of_tensors) is not bool and (of_tensors is not None or lengths):
+            raise TypeError(f"of_tensors is {of_tensors!r}")
+        if known is None:
+            known = {name: Key(name, _count(lengths[name])) for name in _strings(list(lengths))}
+        residuals = [
+            (_owner(name, _count(count), state["strides"][name], known), _residuals(name, count, state))
+            for name, count in lengths.items()
+        ]
+        return Saved(residuals, _count(state["steps"]), of_tensors, places)
 
     def take_over(self, checked: Saved) -> None:
         """Continue from what :meth:`residuals_of` returned."""
@@ -396,6 +404,13 @@ def _count(number: object) -> int:
     return number
 
 
+def _strings(names: object) -> list[str]:
+    """Return a list of strings from a file; raises ``TypeError`` if it is none."""
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{names!r:.200} is not a list of strings")
+    return names
+
+
 def _owner(name: str, count: int, strides: tuple[int, ...], known: Mapping[str, Owner]) -> Owner:
     """Return the owner of this name, if it has this many values in this order."""
     if name not in known or owner_length(known[name]) != count:
@@ -409,15 +424,33 @@ def _owner(name: str, count: int, strides: tuple[int, ...], known: Mapping[str, 
     return known[name]
 
 
-def _residuals(name: str, state: dict[str, Any]) -> OwnerResiduals:
-    """Return the residuals of one owner, if they are numbers that a gradient may be added to."""
-    kinds = [[Piece(*piece) for piece in state[kind].get(name, ())] for kind in _KINDS]
-    for start, _, values in (piece for pieces in kinds for piece in pieces):
-        _count(start)
-        # One that is not finite would make every later gradient NaN.
-        if values.dim() != 1 or not values.to(RESIDUAL_DTYPE).isfinite().all():
-            raise ValueError(f"the residual {name!r:.200} has values that are not finite in {RESIDUAL_DTYPE}")
+def _residuals(name: str, count: int, state: dict[str, Any]) -> OwnerResiduals:
+    """Return the residuals of one owner of ``count`` values, if they are numbers to add to a gradient."""
+    kinds = [[_piece(name, count, *piece) for piece in state[kind].get(name, ())] for kind in _KINDS]
+    for pieces in kinds:
+        ordered = sorted(pieces, key=lambda piece: (piece.weight, piece.start))
+        for one, following in itertools.pairwise(ordered):
+            if one.weight == following.weight and one.start + one.values.numel() > following.start:
+                raise ValueError(f"the residuals {name!r:.200} overlap at {following.start}")
     return OwnerResiduals(*kinds)
+
+
+def _piece(name: str, count: int, start: int, weight: float, values: torch.Tensor) -> Piece:
+    """Return a piece from a file, in the dtype of residuals."""
+    if type(weight) is not float or not math.isfinite(weight):
+        raise TypeError(f"{weight!r:.200} is not a weight")
+    if not values.is_floating_point():
+        raise TypeError(f"residuals of {values.dtype}")
+    if values.dim() != 1 or _count(start) + values.numel() > count:
+        raise ValueError(
+            f"the residual {name!r:.200} has a piece of shape {tuple(values.shape)} at {start}, but only "
+            f"{count} values"
+        )
+    kept = values.detach().to("cpu", RESIDUAL_DTYPE)
+    # A value that is not finite would make every later gradient NaN.
+    if not kept.isfinite().all():
+        raise ValueError(f"the residual {name!r:.200} has values that are not finite in {RESIDUAL_DTYPE}")
+    return Piece(start, weight, kept)
 
 
 def _parts(gathered: object, world_size: int) -> list[Any]:

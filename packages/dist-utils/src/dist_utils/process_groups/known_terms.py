@@ -16,7 +16,7 @@ _MOST = 1 << 16
 """How many things about one object are remembered, by digests of 32 bytes; then all are compared anew."""
 
 _MOST_TEXTS = 1 << 10
-"""How many digests are remembered by the terms as they came, to save the time to order them."""
+"""How many digests are remembered by digests of the terms as they came, to save the time to order them."""
 
 
 class KnownTerms:
@@ -32,7 +32,7 @@ class KnownTerms:
     def __init__(self, failure: FirstError) -> None:
         self._failure = failure
         self._known: Any = WeakIdKeyDictionary()  # by what it is about: digests
-        self._digests: dict[str, bytes] = {}
+        self._digests: dict[bytes, bytes] = {}  # of what is compared, by those of the terms as they came
 
     def require(
         self, group: dist.ProcessGroup, title: str, terms: Mapping[str, object], about: object | None = None
@@ -56,7 +56,7 @@ class KnownTerms:
             key = self._digest(title, terms)
             if key in known:
                 return
-        except BaseException as error:  # noqa: BLE001 - raised below, when the other ranks have heard of it
+        except Exception as error:  # noqa: BLE001 - raised below, when the other ranks have heard of it
             problem = error
         try:
             require_same_terms(group, title, terms, problem=problem)
@@ -67,10 +67,13 @@ class KnownTerms:
 
     def _digest(self, title: str, terms: Mapping[str, object]) -> bytes:
         """Return a digest of what is compared: equal terms may come in another order on each rank."""
-        text = f"{title!r} {terms}"
-        if text not in self._digests:
+        came = _sha256(f"{title!r} {terms}")
+        if came not in self._digests:
             if len(self._digests) >= _MOST_TEXTS:
                 self._digests.clear()
-            compared = f"{title!r} {terms_body(terms)}"
-            self._digests[text] = hashlib.sha256(compared.encode()).digest()
-        return self._digests[text]
+            self._digests[came] = _sha256(f"{title!r} {terms_body(terms)}")
+        return self._digests[came]
+
+
+def _sha256(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
