@@ -208,7 +208,8 @@ class StepCalls:
         if engine is None or engine.paused:
             return False
         engine.require_outside_pass()
-        self._refuse_late_call(state, optimizer)
+        self._refuse_other_order(optimizer)
+        self._refuse_late_call(state)
         self._habit = _Habit.CALLS
         return True
 
