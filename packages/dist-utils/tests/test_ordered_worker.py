@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from datetime import timedelta
 
 import pytest
@@ -279,6 +280,34 @@ def test_an_interrupted_comparison_is_an_error_on_every_rank_that_waits():
     assert len(first) == len(second) == 2
     for text in second:
         assert "KeyboardInterrupt" in text
+
+
+class _Terms(Mapping):
+    """Has no repr of its own."""
+
+    def __init__(self, **values):
+        self.values_by_name = values
+
+    def __getitem__(self, name):
+        return self.values_by_name[name]
+
+    def __iter__(self):
+        return iter(self.values_by_name)
+
+    def __len__(self):
+        return len(self.values_by_name)
+
+
+def _changed_terms(rank):
+    worker, terms = OrderedWorker(), _Terms(bits=8)
+    worker.require_same_terms("hook", terms)
+    terms.values_by_name["bits"] -= 1 + rank
+    with pytest.raises(AgreementError, match="bits is 7 on rank 0, 6 on rank 1"):
+        worker.require_same_terms("hook", terms)
+
+
+def test_terms_that_change_in_any_mapping_are_compared_again():
+    run_ranks(_changed_terms, 2)
 
 
 class _Interrupting:

@@ -67,7 +67,7 @@ class KnownTerms:
 
     def _digest(self, title: str, terms: Mapping[str, object]) -> bytes:
         """Return a digest of what is compared: equal terms may come in another order on each rank."""
-        came = _sha256(f"{title!r} {terms}")
+        came = _sha256(f"{title!r} {dict(terms)}")  # a mapping may have no repr of its own
         if came not in self._digests:
             if len(self._digests) >= _MOST_TEXTS:
                 self._digests.clear()
