@@ -48,10 +48,10 @@ ORDINARY, HOOKED, PYTORCH, OURS, RELEASED = (
     "ordinary loop",
     "ordinary loop, hook",
     "PyTorch's overlap",
-    "ours: BUCKET",
+    "ours: overlapped step",
     "ours: release_gradients",
 )
-QUANTIZED, BOTH = "8 bits", "8 bits, ours: BUCKET"
+QUANTIZED, BOTH = "8 bits", "8 bits, ours: overlapped step"
 SIDES = {
     "loopback": (ORDINARY, HOOKED, PYTORCH, OURS, RELEASED),
     "hosts": (ORDINARY, HOOKED, PYTORCH, OURS, RELEASED),
