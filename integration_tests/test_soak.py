@@ -130,11 +130,13 @@ ENDS_GROUPS = pytest.mark.skipif(
 def test_steps_and_states_that_were_closed_hold_nothing(make, count, allowed):
     """A few KiB are allowed for each step or model: plain DDP leaves 2 of a step and 12 of a model.
 
-    Residuals are 60 KiB, and a model is 180.
+    Residuals are 60 KiB, and a model is 180. Resident memory is noisier than the heap.
     """
     for samples in run_ranks(sample_loop, 2, partial(make, "8 bits, feedback, overlap"), count, timeout=120):
         growth = {what: samples[-1][what] - samples[8][what] for what in samples[0] if what != "seconds"}
-        assert max(growth.pop(what, 0) for what in MEMORY) < allowed * (count - 9), (growth, samples)
+        memory = {what: growth.pop(what) / (count - 9) for what in MEMORY if what in growth}
+        assert memory.pop("heap", 0) < allowed, samples
+        assert memory.pop("resident", 0) < 4 * allowed, samples
         assert set(growth.values()) == {0}, growth
 
 
