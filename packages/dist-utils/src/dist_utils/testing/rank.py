@@ -119,6 +119,7 @@ def stop_process() -> None:
         raise RuntimeError("stop_process() is for a rank of run_ranks, which ends it")
     _connection.send((Stage.STOPPED, None))
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.1)  # the signal may reach another thread first, and this one must not go on meanwhile
 
 
 def _meet(connection: Connection, stage: Stage, content: bytes | None = None) -> None:
