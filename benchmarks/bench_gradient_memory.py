@@ -38,8 +38,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_optim_overlap import overlap_optimizer
 from dist_utils.testing import run_ranks
 
-ORDINARY, BUCKET, RELEASED = "ordinary loop", "ours: overlapped step", "ours: release_gradients"
-SIDES = (ORDINARY, BUCKET, RELEASED)
+ORDINARY, OVERLAPPED, RELEASED = "ordinary loop", "ours: overlapped step", "ours: release_gradients"
+SIDES = (ORDINARY, OVERLAPPED, RELEASED)
 WIDTH, LAYERS = 2048, 12
 MODEL = 4 * WIDTH * WIDTH * LAYERS / 2**20
 PASSES = 5

@@ -19,12 +19,13 @@ from machine import describe_machine, describe_tree
 from rank_processes import on_ranks
 from tasks import MODELS, Task
 from training import means, take_step, train
+from whole_steps.cells import Cell
 from whole_steps.sides import LABELS, OVERLAP, PLAIN, label, make_side
 
 from ddp_quant_hooks import QuantizedAllreduceState
 
 RANKS, RATE = 2, "1gbit"
-"""One rank on each of the emulated hosts, and the rate of their links."""
+"""One rank on each of the emulated hosts, and the rate of their links: see :func:`place_of`."""
 HOW_LONG, THIN, WARM_UP, AVERAGED = 200, 10, 20, 50
 """Steps, steps in a point of a curve, in which the learning rate rises, in a loss after equal time."""
 DILOCO = "diloco"
@@ -37,6 +38,11 @@ Learner = tuple[Callable[[torch.Tensor], torch.Tensor], torch.optim.Optimizer, C
 """A step, the optimizer, and how to end."""
 Curve = dict[str, list[float]]
 """The mean ``losses`` of every THIN steps, and the ``seconds`` of training until the end of these steps."""
+
+
+def place_of(model: str) -> str:
+    """Return a model and where it trains, in the words of the cells."""
+    return Cell(model, RANKS, RATE).name
 
 
 def learn(rank: int, model_name: str, name: str, seeds: int, steps: int) -> list[Curve]:  # noqa: ARG001
@@ -97,7 +103,7 @@ def learn_all(options: Namespace) -> Iterator[Found]:
     """Train with every requested side, and yield a model's curves after each."""
     for model in [model for model in LEARNT if model in options.models]:
         curves: dict[str, Any] = {}
-        about = {"steps": options.steps, "seeds": options.seeds, "where": f"{RANKS} hosts, {RATE}"}
+        about = {"steps": options.steps, "seeds": options.seeds, "where": place_of(model)}
         about |= {**describe_machine(), "tree": describe_tree()}
         for name in [name for name in LEARNERS if name in options.sides]:
             timeout = 120 + 20 * options.seeds * options.steps * MODELS[model].step_seconds

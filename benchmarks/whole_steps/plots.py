@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from drawing import BLUE, GRAY, GREEN, VERMILION, name_ends, save, subplots
-from whole_steps.losses import LABEL, LEARNT, Curve, complete
+from whole_steps.losses import LEARNT, Curve, complete, place_of
+from whole_steps.sides import SHORT_LABELS
 
-SHOWN = {"plain": GRAY, "fp16": VERMILION, "powersgd-one": GREEN, "8bits": BLUE}
-"""Few enough to be told apart."""
+COLORS = dict(zip(SHORT_LABELS, (GRAY, VERMILION, GREEN, BLUE), strict=True))
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -18,20 +18,20 @@ def draw(results: dict[str, Any], path: Path) -> None:
     (model, *_) = LEARNT
     entry = results.get("losses", {}).get(model, {"curves": {}})
     curves = complete(entry)
-    if not SHOWN.keys() <= curves.keys():
+    if not COLORS.keys() <= curves.keys():
         return
     title = (
-        f"Training loss against time: {model}, 2 emulated hosts, 1 Gbit/s (CPUs, Gloo). "
+        f"Training loss against time: {place_of(model)} (CPUs, Gloo, emulated). "
         f"Lines and times are means of {entry['seeds']} seeds."
     )
     figure, (axis,) = subplots([2.6], title)
     ends = {}
-    for name, color in SHOWN.items():
+    for name, color in COLORS.items():
         seconds = _means(curves[name], "seconds")
         losses = _means(curves[name], "losses")
         axis.plot(seconds, losses, color=color, linewidth=1.2)
         axis.plot(seconds[-1], losses[-1], "o", color=color, markersize=4)
-        ends[f"{_short(name)}:\n{seconds[-1]:.0f} s"] = (seconds[-1], losses[-1], color)
+        ends[f"{SHORT_LABELS[name]}:\n{seconds[-1]:.0f} s"] = (seconds[-1], losses[-1], color)
     axis.set(xlabel="seconds of training", ylabel="training loss")
     name_ends(axis, ends, gap=0.15)
     save(figure, path)
@@ -39,7 +39,3 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 def _means(curves: list[Curve], kind: str) -> list[float]:
     return [statistics.fmean(point) for point in zip(*(curve[kind] for curve in curves), strict=True)]
-
-
-def _short(name: str) -> str:
-    return LABEL[name].split("_")[0].replace("`", "").replace("PyTorch's powerSGD", "PowerSGD, rank 1")

@@ -39,6 +39,13 @@ LABELS = {
     "4bits": "ours: 4 bits",
     "auto": "ours: auto",
 }
+SHORT_LABELS = {
+    PLAIN: "plain DDP",
+    "fp16": "PyTorch's fp16 hook",
+    "powersgd-one": "PowerSGD",
+    "8bits": "8 bits",
+}
+"""Few enough for a first look: the README's tables and the picture of losses."""
 OURS = ("bf16", "8bits", "4bits", "auto")
 ALL = [name for name in LABELS if name != COMPUTE] + [name + OVERLAP for name in OURS]
 FRAGILE = ("powersgd", "perchannel")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from whole_steps.cells import CELLS, MAIN
-from whole_steps.losses import DILOCO, LABEL, LEARNT, Curve, complete, loss_after, steps_after
-from whole_steps.sides import ALL, COMPUTE, OURS, OVERLAP, PLAIN, label
+from whole_steps.losses import DILOCO, LABEL, LEARNT, Curve, complete, loss_after, place_of, steps_after
+from whole_steps.sides import ALL, COMPUTE, OURS, OVERLAP, PLAIN, SHORT_LABELS, label
 
 GAIN = 1.03
 """Less than 3 % is within the machine's noise."""
@@ -41,18 +41,17 @@ def tables(results: dict[str, Any]) -> str:
 
 def short_table(results: dict[str, Any]) -> str:
     """Return the README's table: few sides, one row for each of some cells."""
-    sides = {PLAIN: "plain DDP", "fp16": "PyTorch's fp16 hook", "powersgd-one": "PowerSGD", "8bits": "8 bits"}
+    cells = {name: results["cells"][name]["sides"] for name in README_CELLS if name in results["cells"]}
     rows = [
-        [name, *(_time(results["cells"][name]["sides"].get(side), alone=side == PLAIN) for side in sides)]
-        for name in README_CELLS
-        if name in results["cells"]
+        [name, *(_time(sides.get(side), alone=side == PLAIN) for side in SHORT_LABELS)]
+        for name, sides in cells.items()
     ]
-    steps = table(["ms a step (times as fast as plain DDP)", *sides.values()], rows)
+    steps = table(["ms a step (times as fast as plain DDP)", *SHORT_LABELS.values()], rows)
     (model, *_) = LEARNT
     curves = complete(results["losses"][model])
     earliest = _earliest_end(curves)
-    losses = [_loss_after(curves[side], earliest) for side in sides if side in curves]
-    heads = [f"training loss of {model} (steps made), 2 hosts, 1 Gbit/s", *sides.values()]
+    losses = [_loss_after(curves[side], earliest) for side in SHORT_LABELS if side in curves]
+    heads = [f"training loss (steps made), {place_of(model)}", *SHORT_LABELS.values()]
     return f"{steps}\n\n{table(heads, [[f'after {earliest:.0f} s', *losses]])}"
 
 
@@ -172,7 +171,7 @@ def losses(model: str, entry: dict[str, Any]) -> str:
         for name, curve in curves.items()
     ]
     heads = [
-        f"{model}, 2 hosts, 1 Gbit/s, emulated: training loss",
+        f"{place_of(model)}, emulated: training loss",
         f"after {entry['steps']} steps",
         "minus plain DDP's [of each seed]",
         f"seconds for {entry['steps']} steps",
