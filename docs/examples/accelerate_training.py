@@ -39,11 +39,15 @@ def main() -> Statistics:
     """Train, save and load, and return how much was sent."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optimizer, batches = accelerator.prepare(
-        net, torch.optim.AdamW(net.parameters(), lr=1e-3), torch.utils.data.DataLoader(data, batch_size=4)
+        net,
+        torch.optim.AdamW(net.parameters(), lr=1e-3),
+        torch.utils.data.DataLoader(data, batch_size=4),
     )
     state = QuantizedAllreduceState(error_feedback="both").bind(model)
     keep_residuals(accelerator, state)
-    handle = overlap_optimizer(model, optimizer, comm_hook=quantized_allreduce_hook, comm_state=state)
+    handle = overlap_optimizer(
+        model, optimizer, comm_hook=quantized_allreduce_hook, comm_state=state
+    )
     # Or without the overlap: model.register_comm_hook(state, quantized_allreduce_hook)
 
     for x, y in batches:

@@ -28,16 +28,21 @@ class TwoTowers(nn.Module):
         self.captions = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 8))
         self.scale = nn.Parameter(torch.tensor(2.0))
 
-    def forward(self, images: torch.Tensor, captions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, images: torch.Tensor, captions: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         """Return unit vectors, and the scale."""
         embeddings = self.images(images), self.captions(captions)
         return *(nn.functional.normalize(embedding) for embedding in embeddings), self.scale
 
 
 def loss_of_rows(
-    mine: tuple[torch.Tensor, ...], everyone: tuple[torch.Tensor, ...], scale: torch.Tensor, first: int
+    mine: tuple[torch.Tensor, ...],
+    everyone: tuple[torch.Tensor, ...],
+    scale: torch.Tensor,
+    first: int,
 ) -> torch.Tensor:
-    """Return the loss of finding my images' captions among all captions, and my captions' images."""
+    """Return the loss of finding my images' captions among all, and my captions' images."""
     target = torch.arange(first, first + len(mine[0]))
     return sum(
         nn.functional.cross_entropy(scale.exp() * here @ there.T, target)
@@ -45,24 +50,31 @@ def loss_of_rows(
     )
 
 
-def one_process(model: TwoTowers, images: torch.Tensor, captions: torch.Tensor) -> torch.Tensor:
+def one_process(
+    model: TwoTowers, images: torch.Tensor, captions: torch.Tensor
+) -> torch.Tensor:
     """Compare with: the whole batch in one process."""
     *embeddings, scale = model(images, captions)
     return loss_of_rows(tuple(embeddings), tuple(embeddings), scale, 0)
 
 
-def summed(ddp: DistributedDataParallel, images: torch.Tensor, captions: torch.Tensor) -> torch.Tensor:
-    """Each rank has the loss of its own rows; the total is their sum, and DDP divides it by the ranks."""
+def summed(
+    ddp: DistributedDataParallel, images: torch.Tensor, captions: torch.Tensor
+) -> torch.Tensor:
+    """Each rank has the loss of its own rows; DDP divides their sum by the ranks."""
     *mine, scale = ddp(images, captions)
     everyone = tuple(all_gather_cat(embedding) for embedding in mine)  # grad="sum"
     return loss_of_rows(tuple(mine), everyone, scale, dist.get_rank() * PAIRS_PER_RANK)
 
 
-def replicated(model: TwoTowers, images: torch.Tensor, captions: torch.Tensor) -> torch.Tensor:
+def replicated(
+    model: TwoTowers, images: torch.Tensor, captions: torch.Tensor
+) -> torch.Tensor:
     """Every rank has the same loss, of the whole batch; without DDP.
 
-    The towers' parameters are alike on all ranks, but each rank goes on with its own pairs: copy_to_group
-    adds their gradients up. The scale is used for the common loss, alike on all ranks: nothing to add up.
+    The towers' parameters are equal on all ranks, but each rank continues with its own
+    pairs: copy_to_group adds up their gradients. The scale is used for the common loss,
+    equally on all ranks: there is nothing to add up.
     """
     parameters = {
         name: parameter if name == "scale" else copy_to_group(parameter)
@@ -86,8 +98,13 @@ def trained(convention: str, rank: int, world_size: int) -> TwoTowers:
     ddp = DistributedDataParallel(model) if convention == "sum" else None
     random = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
-        images = torch.randn(world_size * PAIRS_PER_RANK, WIDTH, generator=random, dtype=torch.float64)
-        captions = images.roll(1, dims=1) + 0.1 * torch.randn(images.shape, generator=random).double()
+        images = torch.randn(
+            world_size * PAIRS_PER_RANK, WIDTH, generator=random, dtype=torch.float64
+        )
+        captions = (
+            images.roll(1, dims=1)
+            + 0.1 * torch.randn(images.shape, generator=random).double()
+        )
         mine = slice(rank * PAIRS_PER_RANK, (rank + 1) * PAIRS_PER_RANK)
         if ddp is not None:
             loss = summed(ddp, images[mine], captions[mine])
@@ -107,18 +124,21 @@ def main() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     right = trained("one process", rank, world_size)
     moved = max(
-        (p - q).abs().max().item() for p, q in zip(right.parameters(), new_model().parameters(), strict=True)
+        (p - q).abs().max().item()
+        for p, q in zip(right.parameters(), new_model().parameters(), strict=True)
     )
     if rank == 0:
         print(f"one process: parameters moved by up to {moved:.2f} in {STEPS} steps")
     for convention in ("sum", "replicated"):
         model = trained(convention, rank, world_size)
         pairs = zip(model.parameters(), right.parameters(), strict=True)
-        difference = torch.stack([(ours - theirs).detach().abs().max() for ours, theirs in pairs]).max()
+        difference = torch.stack(
+            [(ours - theirs).detach().abs().max() for ours, theirs in pairs]
+        ).max()
         dist.all_reduce(difference, dist.ReduceOp.MAX)
         if rank == 0:
             print(f"{convention}: differs by up to {difference.item():.1e}")
-    dist.barrier()  # Gloo's threads finish meanwhile: a process that ends before they do can abort
+    dist.barrier()  # Gloo's threads finish meanwhile; otherwise the process may abort
     dist.destroy_process_group()
 
 

@@ -56,10 +56,16 @@ def melodies(seed: int, count: int) -> Iterator[Batch]:
 
 def main() -> None:
     """Train, and print how often the last batches were judged rightly."""
-    backend = "nccl" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo"
+    backend = (
+        "nccl"
+        if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+        else "gloo"
+    )
     dist.init_process_group(backend)
     gpu = backend == "nccl"
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    )
     model = RiseDetector().to(device, torch.bfloat16)
     # A clear error on every rank if their models differ; DDP itself would hang or crash.
     sync_module_states(model, None, 250 << 20, 0, ())
@@ -81,9 +87,12 @@ def main() -> None:
     accuracy = torch.stack(right[-20:]).mean()
     dist.all_reduce(accuracy)
     if dist.get_rank() == 0:
-        print(f"{type(inputs).__name__} in {inputs.notes.data.dtype}, labels in {inputs.rises.dtype}")
+        print(
+            f"{type(inputs).__name__} in {inputs.notes.data.dtype}, labels in "
+            f"{inputs.rises.dtype}"
+        )
         print(f"accuracy {accuracy.item() / dist.get_world_size():.3f}")
-    dist.barrier()  # Gloo's threads finish meanwhile: a process that ends before they do can abort
+    dist.barrier()  # Gloo's threads finish meanwhile; otherwise the process may abort
     dist.destroy_process_group()
 
 

@@ -23,7 +23,7 @@ data = torch.utils.data.TensorDataset(torch.randn(48, 64), torch.randn(48, 64))
 
 
 class QuantizedGradients(L.Callback):
-    """Average gradients in few bits, and keep the residuals of error feedback in every checkpoint."""
+    """Average gradients in few bits, and save the residuals of error feedback."""
 
     def __init__(self, **options: Any) -> None:
         self.state = QuantizedAllreduceState(**options)
@@ -38,7 +38,9 @@ class QuantizedGradients(L.Callback):
     def register(self, ddp, optimizers):
         ddp.register_comm_hook(self.state.bind(ddp), quantized_allreduce_hook)
 
-    def on_save_checkpoint(self, trainer, pl_module, checkpoint):  # on every rank; rank 0 writes
+    def on_save_checkpoint(
+        self, trainer, pl_module, checkpoint
+    ):  # on every rank; rank 0 writes
         checkpoint["residuals"] = self.state.gather_state_dict(pl_module)
 
     def on_load_checkpoint(self, trainer, pl_module, checkpoint):  # no DDP module yet
@@ -52,7 +54,9 @@ class Overlapped(L.Callback):
         self.options = options
 
     def on_fit_start(self, trainer, pl_module):
-        self.handle = overlap_optimizer(trainer.strategy.model, trainer.optimizers, **self.options)
+        self.handle = overlap_optimizer(
+            trainer.strategy.model, trainer.optimizers, **self.options
+        )
 
 
 class QuantizedAndOverlapped(QuantizedGradients):

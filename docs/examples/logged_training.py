@@ -30,18 +30,27 @@ log = logging.getLogger("training")
 
 def tensorboard_writer(folder: str | None) -> SummaryWriter | None:
     """Return a writer for TensorBoard, on rank 0 and if TensorBoard is installed."""
-    if folder is None or dist.get_rank() != 0 or importlib.util.find_spec("tensorboard") is None:
+    if (
+        folder is None
+        or dist.get_rank() != 0
+        or importlib.util.find_spec("tensorboard") is None
+    ):
         return None
     from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - slow and optional
 
     return SummaryWriter(folder)
 
 
-def write(writer: SummaryWriter | None, title: str, values: dict[str, int | float], step: int) -> None:
+def write(
+    writer: SummaryWriter | None, title: str, values: dict[str, int | float], step: int
+) -> None:
     """Log the numbers of rank 0, by name."""
     if dist.get_rank() == 0:
         log.info(
-            "step %d, %s: %s", step, title, ", ".join(f"{key} {value:g}" for key, value in values.items())
+            "step %d, %s: %s",
+            step,
+            title,
+            ", ".join(f"{key} {value:g}" for key, value in values.items()),
         )
     if writer is not None:
         for key, value in values.items():
@@ -52,10 +61,16 @@ def main(folder: str | None) -> None:
     """Train a small network and log every ten steps what they have sent and hidden."""
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if on_gpus
+        else torch.device("cpu")
+    )
     dist.init_process_group("nccl" if on_gpus else "gloo")
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 16))
+    net = nn.Sequential(
+        nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 16)
+    )
     ddp = DistributedDataParallel(net.to(device), bucket_cap_mb=0.1)
     state = QuantizedAllreduceState(min_bytes=0, sample_every=20)
     overlap = overlap_optimizer(
@@ -69,7 +84,9 @@ def main(folder: str | None) -> None:
     for step in range(1, STEPS + 1):
         x = torch.randn(64, 64, device=device)
         ddp.zero_grad()
-        (ddp(x) - x[:, :16]).square().mean().backward()  # averages in 8 bits and steps, bucket by bucket
+        (
+            ddp(x) - x[:, :16]
+        ).square().mean().backward()  # averages in 8 bits and steps, bucket by bucket
         if step % EVERY == 0:
             report = overlap.wait()  # of this step
             now = state.statistics
@@ -78,7 +95,7 @@ def main(folder: str | None) -> None:
             before = now
     if writer is not None:
         writer.close()
-    dist.barrier()  # Gloo's threads finish meanwhile: a process that ends before they do can abort
+    dist.barrier()  # Gloo's threads finish meanwhile; otherwise the process may abort
     dist.destroy_process_group()
 
 

@@ -18,7 +18,7 @@ from ddp_quant_hooks import QuantizedAllreduceState, all_reduce
 
 
 class ChangeAverager(PeriodicModelAverager):
-    """Average changes since the last average: in few bits they lose less than parameters would.
+    """Average changes since the last average: few bits cost them less than parameters.
 
     Make it with all parameters to average, while they are equal on all ranks.
     """
@@ -36,25 +36,31 @@ class ChangeAverager(PeriodicModelAverager):
 
     @torch.no_grad()
     def average_parameters(self, params: Iterable[Any]) -> None:
-        """Count a step, and average if it is time: PostLocalSGDOptimizer calls this after its step."""
+        """Count a step, and average if it is time; PostLocalSGDOptimizer calls this."""
         del params  # always all: which have gradients may differ between steps and ranks
         steps_since_warmup = self.step - self.warmup_steps
         self.step += 1
         if steps_since_warmup >= 0 and steps_since_warmup % self.period == 0:
             changes = [parameter - shared for parameter, shared in self.shared.items()]
             all_reduce(changes, dist.ReduceOp.AVG, self.state, key="changes")
-            for (parameter, shared), change in zip(self.shared.items(), changes, strict=True):
+            for (parameter, shared), change in zip(
+                self.shared.items(), changes, strict=True
+            ):
                 parameter.copy_(shared.add_(change))
 
 
 if __name__ == "__main__":  # every rank learns the same random network from its own data
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    teacher, model = (nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 16)) for _ in range(2))
+    teacher, model = (
+        nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 16)) for _ in range(2)
+    )
     state = QuantizedAllreduceState(min_bytes=0)  # small tensors in few bits, too
     inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
     averager = ChangeAverager(model.parameters(), state, period=10, warmup_steps=9)
-    optimizer = PostLocalSGDOptimizer(inner, averager)  # steps 10, 20, ... end with an average
+    optimizer = PostLocalSGDOptimizer(
+        inner, averager
+    )  # steps 10, 20, ... end with an average
     torch.manual_seed(1 + dist.get_rank())
     for _ in range(200):
         data = torch.randn(32, 64)
@@ -66,6 +72,8 @@ if __name__ == "__main__":  # every rank learns the same random network from its
     dist.broadcast(first := mine.clone(), src=0)
     assert torch.equal(mine, first), "the ranks ended with different parameters"
     if dist.get_rank() == 0:
-        print(f"loss {loss:.4f}, {state.statistics.bytes_sent} bytes sent, the same parameters on all ranks")
-    dist.barrier()  # Gloo's threads finish meanwhile: a process that ends before they do can abort
+        print(
+            f"loss {loss:.4f}, {state.statistics.bytes_sent} bytes sent, the same parameters on all ranks"
+        )
+    dist.barrier()  # Gloo's threads finish meanwhile; otherwise the process may abort
     dist.destroy_process_group()

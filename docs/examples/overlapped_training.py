@@ -26,7 +26,7 @@ STEPS, WARM_UP, HIDDEN = 60, 6, 256
 
 
 def factor(step: int) -> float:
-    """Return what the learning rate is multiplied by: a linear warm-up, then half a cosine."""
+    """Return the learning rate's factor: a linear warm-up, then half a cosine."""
     if step < WARM_UP:
         return (step + 1) / WARM_UP
     return 0.5 * (1 + math.cos(math.pi * (step - WARM_UP) / (STEPS - WARM_UP)))
@@ -38,7 +38,11 @@ class Job:
     def __init__(self, device: torch.device) -> None:
         torch.manual_seed(0)
         net = nn.Sequential(
-            nn.Linear(64, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 16)
+            nn.Linear(64, HIDDEN),
+            nn.Tanh(),
+            nn.Linear(HIDDEN, HIDDEN),
+            nn.Tanh(),
+            nn.Linear(HIDDEN, 16),
         )
         self.ddp = DistributedDataParallel(net.to(device), bucket_cap_mb=0.1)
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=3e-3, fused=True)
@@ -52,12 +56,16 @@ class Job:
         self.device = device
 
     def train(self, first: int, last: int) -> float:
-        """Run the ordinary loop over steps ``first`` to ``last`` and return the last loss."""
-        target = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)).to(self.device)
+        """Run the ordinary loop over steps ``first`` to ``last``; return the last loss."""
+        target = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)).to(
+            self.device
+        )
         for step in range(first, last):
-            # Batches depend on rank and step alone, so that a restarted job sees the same ones.
+            # Batches depend only on rank and step: a restarted job sees the same ones.
             seed = 1000 * step + dist.get_rank()
-            x = torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)).to(self.device)
+            x = torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)).to(
+                self.device
+            )
             self.optimizer.zero_grad()
             loss = (self.ddp(x) - x @ target).square().mean()
             loss.backward()  # averages in 8 bits and steps, bucket by bucket
@@ -76,8 +84,8 @@ class Job:
 
     def load(self, saved: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
-        # Which values share a scale depends on DDP's final buckets, which it makes after a first pass. That
-        # pass must not step.
+        # Which values share a scale depends on DDP's final buckets, which it makes after a
+        # first pass. That pass must not step.
         with self.overlap.pause():
             self.ddp(torch.zeros(1, 64, device=self.device)).sum().backward()
         self.optimizer.zero_grad()
@@ -89,7 +97,11 @@ class Job:
 def main() -> None:
     """Train once through, and once more from the middle."""
     on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if on_gpus
+        else torch.device("cpu")
+    )
     dist.init_process_group("nccl" if on_gpus else "gloo")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"rank-{dist.get_rank()}.pt"
@@ -106,14 +118,23 @@ def main() -> None:
         job.load(torch.load(path))
         job.train(STEPS // 2, STEPS)
         resumed = job.checkpoint()
-    same = all(torch.equal(one, resumed["model"][name]) for name, one in through["model"].items())
+    same = all(
+        torch.equal(one, resumed["model"][name]) for name, one in through["model"].items()
+    )
     equal = torch.tensor(int(same), device=device)
     dist.all_reduce(equal, op=dist.ReduceOp.MIN)  # on every rank
     if dist.get_rank() == 0:
-        print(f"loss {start:.3f} -> {end:.3f}, learning rate {job.scheduler.get_last_lr()[0]:.1e}")
-        print(f"{len(report.stepped)} of {report.buckets} buckets stepped inside backward()")
-        print(f"restarted from step {STEPS // 2}: {'the same bits' if equal else 'DIFFERENT'}")
-    dist.barrier()  # Gloo's threads finish meanwhile: a process that ends before they do can abort
+        print(
+            f"loss {start:.3f} -> {end:.3f}, "
+            f"learning rate {job.scheduler.get_last_lr()[0]:.1e}"
+        )
+        print(
+            f"{len(report.stepped)} of {report.buckets} buckets stepped inside backward()"
+        )
+        print(
+            f"restarted from step {STEPS // 2}: {'the same bits' if equal else 'DIFFERENT'}"
+        )
+    dist.barrier()  # Gloo's threads finish meanwhile; otherwise the process may abort
     dist.destroy_process_group()
 
 

@@ -29,7 +29,9 @@ RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_CO
 
 def join_process_group() -> None:
     """Find the other ranks of this attempt, and none of an earlier one."""
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore(f"attempt {ATTEMPT}", store),
@@ -51,7 +53,9 @@ def train(folder: Path, fail_at: int | None) -> None:
     ddp = DistributedDataParallel(net, bucket_cap_mb=0.02)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
     state = QuantizedAllreduceState(bits=4, min_bytes=0).bind(ddp)
-    handle = overlap_optimizer(ddp, optimizer, comm_hook=quantized_allreduce_hook, comm_state=state)
+    handle = overlap_optimizer(
+        ddp, optimizer, comm_hook=quantized_allreduce_hook, comm_state=state
+    )
     path, first = folder / "checkpoint.pt", 0
     if path.exists():
         checkpoint = torch.load(path, weights_only=True)
@@ -60,17 +64,26 @@ def train(folder: Path, fail_at: int | None) -> None:
         state.scatter_state_dict(checkpoint["residuals"] if RANK == 0 else None)
         first = checkpoint["step"]
     for step in range(first, STEPS):
-        if step == fail_at and ATTEMPT == 0 and dist.get_rank() == dist.get_world_size() - 1:
+        if (
+            step == fail_at
+            and ATTEMPT == 0
+            and dist.get_rank() == dist.get_world_size() - 1
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
         # Batches depend on rank and step alone, so that a restarted job sees the same ones.
         x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1000 * step + RANK))
         optimizer.zero_grad()
-        (ddp(x) - x).square().mean().backward()  # averages in 4 bits and steps, bucket by bucket
+        (
+            ddp(x) - x
+        ).square().mean().backward()  # averages in 4 bits and steps, bucket by bucket
         if (step + 1) % EVERY == 0:
             handle.wait()  # no rank has failed in this step
             residuals = state.gather_state_dict()  # rank 0 gets the residuals of all
             if RANK == 0:
-                parts = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
+                parts = {
+                    "model": ddp.module.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                }
                 save(path, {**parts, "residuals": residuals, "step": step + 1})
     if RANK == 0:
         print(f"attempt {ATTEMPT}: steps {first} to {STEPS}")
@@ -85,7 +98,7 @@ def main() -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     join_process_group()
     train(arguments.folder, arguments.fail_at)
-    dist.barrier()  # Gloo's threads finish meanwhile: a process that ends before they do can abort
+    dist.barrier()  # Gloo's threads finish meanwhile; otherwise the process may abort
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-r"""Train with DistributedDataParallel and gradients in 8 bits, and go on from the last checkpoint.
+r"""Train with DistributedDataParallel and gradients in 8 bits; continue from the last checkpoint.
 
     torchrun --standalone --nproc-per-node 8 train_ddp.py runs/first
 
@@ -24,11 +24,13 @@ from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 def join_ranks() -> torch.device:
     """Join the other ranks that torchrun has started, and return this rank's device."""
     has_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     dist.init_process_group(
         "nccl" if has_gpu else "gloo",
-        # After a restart the store still has the addresses of ranks that died: look under new keys.
+        # After a restart the store still has the addresses of dead ranks: use new keys.
         store=dist.PrefixStore(f"attempt {attempt}", store),
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
@@ -47,7 +49,7 @@ def new_model() -> nn.Module:
 
 
 def batch(step: int, device: torch.device) -> torch.Tensor:
-    """Return this rank's batch of a step: the same one after a restart. Put your data here."""
+    """Return this rank's batch of a step, the same after a restart: put your data here."""
     random = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
     return torch.randn(32, 256, generator=random).to(device)
 
@@ -78,26 +80,36 @@ class Training:
         # The residuals of error feedback, the default of 4 bits, are this rank's own.
         torch.save(self.gradients.state_dict(), place / f"rank-{rank}.pt")
         if rank == 0:
-            parts = {"model": self.ddp.module.state_dict(), "optimizer": self.optimizer.state_dict()}
-            torch.save({**parts, "steps": steps, "world_size": dist.get_world_size()}, place / "shared.pt")
+            parts = {
+                "model": self.ddp.module.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+            }
+            torch.save(
+                {**parts, "steps": steps, "world_size": dist.get_world_size()},
+                place / "shared.pt",
+            )
         dist.barrier()  # all files are there
         if rank == 0:
             (folder / "latest.new").write_text(place.name)
             (folder / "latest.new").replace(folder / "latest")  # at once, or not at all
 
     def resume(self, folder: Path) -> int:
-        """Load the last checkpoint, if there is one, and return how many steps were done."""
+        """Load the last checkpoint, if there is one, and return the steps done."""
         if not (folder / "latest").exists():
             return 0
         place = folder / (folder / "latest").read_text()
-        # Which values share a scale depends on DDP's final buckets, which it makes after a first pass.
+        # DDP's final buckets, made after a first pass, decide which values share a scale.
         self.ddp(batch(0, self.device)).sum().backward()
         shared = torch.load(place / "shared.pt", map_location="cpu", weights_only=True)
         self.ddp.module.load_state_dict(shared["model"])
         self.optimizer.load_state_dict(shared["optimizer"])
-        if shared["world_size"] == dist.get_world_size():  # residuals of other ranks do not fit
+        if (
+            shared["world_size"] == dist.get_world_size()
+        ):  # residuals of other ranks do not fit
             residuals = place / f"rank-{dist.get_rank()}.pt"
-            self.gradients.load_state_dict(torch.load(residuals, map_location="cpu", weights_only=True))
+            self.gradients.load_state_dict(
+                torch.load(residuals, map_location="cpu", weights_only=True)
+            )
         return int(shared["steps"])
 
 
@@ -106,13 +118,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--every", type=int, default=50, help="steps from one checkpoint to the next")
+    parser.add_argument(
+        "--every", type=int, default=50, help="steps from one checkpoint to the next"
+    )
     parser.add_argument("--bits", type=int, choices=(8, 4), default=8)
     options = parser.parse_args()
     training = Training(join_ranks(), options.bits)
     first = training.resume(options.folder)
     if dist.get_rank() == 0:
-        print(f"world size {dist.get_world_size()}, {dist.get_backend()}, from step {first}", flush=True)
+        print(
+            f"world size {dist.get_world_size()}, {dist.get_backend()}, from step {first}",
+            flush=True,
+        )
     for number in range(first, options.steps):
         loss = training.step(number)
         if (number + 1) % options.every == 0:
@@ -120,7 +137,7 @@ def main() -> None:
             if dist.get_rank() == 0:
                 mib = training.gradients.statistics.bytes_sent / 2**20
                 print(f"step {number + 1}: loss {loss:.4f}, {mib:.1f} MiB sent", flush=True)
-    dist.barrier()  # Gloo's threads finish meanwhile: a process that ends before they do can abort
+    dist.barrier()  # Gloo's threads finish meanwhile; otherwise the process may abort
     dist.destroy_process_group()
 
 

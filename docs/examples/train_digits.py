@@ -50,17 +50,31 @@ HOOKS: dict[str, tuple[Any, CommHook] | None] = {
     "none": None,
     "allreduce_hook": (lambda: None, allreduce_hook),
     "fp16_compress_hook": (lambda: None, fp16_compress_hook),
-    "fp16_compress_hook+fp32": (lambda: CompressState(accumulate="fp32"), fp16_compress_hook),
+    "fp16_compress_hook+fp32": (
+        lambda: CompressState(accumulate="fp32"),
+        fp16_compress_hook,
+    ),
     "bf16_compress_hook": (lambda: None, bf16_compress_hook),
-    "bf16_compress_hook+fp32": (lambda: CompressState(accumulate="fp32"), bf16_compress_hook),
-    "fp16_compress_wrapper(allreduce_hook)": (lambda: None, fp16_compress_wrapper(allreduce_hook)),
-    "bf16_compress_wrapper(allreduce_hook)": (lambda: None, bf16_compress_wrapper(allreduce_hook)),
+    "bf16_compress_hook+fp32": (
+        lambda: CompressState(accumulate="fp32"),
+        bf16_compress_hook,
+    ),
+    "fp16_compress_wrapper(allreduce_hook)": (
+        lambda: None,
+        fp16_compress_wrapper(allreduce_hook),
+    ),
+    "bf16_compress_wrapper(allreduce_hook)": (
+        lambda: None,
+        bf16_compress_wrapper(allreduce_hook),
+    ),
     "compress_hook+saturate": (
         lambda: CompressState(wire_dtype=torch.float16, saturate=True),
         compress_hook,
     ),
     "quantized_allreduce_hook": (
-        lambda: QuantizedAllreduceState(min_bytes=0),  # by default such small buckets stay in fp32
+        lambda: QuantizedAllreduceState(
+            min_bytes=0
+        ),  # by default such small buckets stay in fp32
         quantized_allreduce_hook,
     ),
     "quantized_allreduce_hook+feedback": (
@@ -147,7 +161,9 @@ def train(name: str, device: torch.device, epochs: int, batch: int) -> Run:
                 mine = order[start : start + batch]
                 began = time.perf_counter()
                 optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(model(digits.images[mine]), digits.labels[mine])
+                loss = nn.functional.cross_entropy(
+                    model(digits.images[mine]), digits.labels[mine]
+                )
                 loss.backward()
                 optimizer.step()
                 loss.item()  # a GPU has finished then
@@ -161,7 +177,9 @@ def train(name: str, device: torch.device, epochs: int, batch: int) -> Run:
     run = Run(
         hook=name,
         step_seconds=statistics.median(seconds),
-        bytes_per_step=None if sent is None or sent_now is None else (sent_now - sent) / (epochs * steps),
+        bytes_per_step=None
+        if sent is None or sent_now is None
+        else (sent_now - sent) / (epochs * steps),
         accuracy=correct,
         gradient_error=gradient_error(model, digits, batch),
         ranks_equal=parameters_equal(model),
@@ -186,8 +204,12 @@ def gradient_error(model: DistributedDataParallel, digits: Digits, batch: int) -
         model.zero_grad()
         start = dist.get_rank() * batch
         mine = slice(start, start + batch)
-        nn.functional.cross_entropy(model(digits.images[mine]), digits.labels[mine]).backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
+        nn.functional.cross_entropy(
+            model(digits.images[mine]), digits.labels[mine]
+        ).backward()
+        return torch.cat(
+            [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        ).double()
 
     with model.no_sync():
         exact = gradient()
@@ -218,7 +240,9 @@ def show(runs: list[Run]) -> None:
         if run.bytes_per_step is not None:
             sent = f"{run.bytes_per_step / 1024:.1f}"
             share = (
-                f"{run.bytes_per_step / reference.bytes_per_step:.3f}" if reference.bytes_per_step else "-"
+                f"{run.bytes_per_step / reference.bytes_per_step:.3f}"
+                if reference.bytes_per_step
+                else "-"
             )
         print(
             f"{run.hook:<38}{sent:>14}{share:>9}{1e3 * run.step_seconds:>9.2f}"
@@ -232,7 +256,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--hook", choices=HOOKS, action="append", help="only these, and none as the reference"
+        "--hook",
+        choices=HOOKS,
+        action="append",
+        help="only these, and none as the reference",
     )
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch", type=int, default=50, help="images per rank and step")
@@ -240,7 +267,9 @@ def main() -> None:
     if options.epochs < 1 or options.batch < 1:
         parser.error("--epochs and --batch must be at least 1")
     if options.batch * int(os.environ.get("WORLD_SIZE", "1")) > 1500:
-        parser.error("--batch times the number of ranks must not exceed the 1500 training images")
+        parser.error(
+            "--batch times the number of ranks must not exceed the 1500 training images"
+        )
 
     local_rank = int(os.environ["LOCAL_RANK"])
     on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
@@ -249,7 +278,11 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpus else "gloo")
     try:
-        chosen = list(HOOKS) if options.hook is None else list(dict.fromkeys(["none", *options.hook]))
+        chosen = (
+            list(HOOKS)
+            if options.hook is None
+            else list(dict.fromkeys(["none", *options.hook]))
+        )
         runs = [train(name, device, options.epochs, options.batch) for name in chosen]
         if dist.get_rank() == 0:
             show(runs)

@@ -22,9 +22,11 @@ data = torch.utils.data.TensorDataset(torch.randn(48, 64), torch.randn(48, 64))
 
 
 class QuantizedGradients(TrainerCallback):
-    """Average gradients in few bits, and keep the residuals of error feedback with every checkpoint."""
+    """Average gradients in few bits, and save the residuals of error feedback."""
 
-    def __init__(self, trainer: Trainer, resumed: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, trainer: Trainer, resumed: str | None = None, **options: Any
+    ) -> None:
         self.trainer = trainer
         self.resumed = resumed  # the folder that train() resumes from
         self.quantized = QuantizedAllreduceState(**options)
@@ -32,7 +34,9 @@ class QuantizedGradients(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self.register(self.trainer.model_wrapped, self.trainer.optimizer)
         if state.global_step > 0:  # resumed
-            self.quantized.load_state_dict(torch.load(self.path(self.resumed, args), weights_only=True))
+            self.quantized.load_state_dict(
+                torch.load(self.path(self.resumed, args), weights_only=True)
+            )
 
     def register(self, ddp, optimizer):
         ddp.register_comm_hook(self.quantized.bind(ddp), quantized_allreduce_hook)
@@ -46,14 +50,16 @@ class QuantizedGradients(TrainerCallback):
 
 
 def only_look_at_norms(accelerator: Any) -> None:
-    """Keep gradients as they are where Trainer logs their norm: it clips to infinity and writes them all."""
+    """Leave gradients alone where Trainer only logs their norm, by clipping to infinity."""
     clip = accelerator.clip_grad_norm_
 
     def clip_grad_norm_(parameters, max_norm, norm_type=2):
         parameters = list(parameters)
         if max_norm < float("inf"):
             return clip(parameters, max_norm, norm_type)  # the overlap refuses this
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = [
+            parameter.grad for parameter in parameters if parameter.grad is not None
+        ]
         return nn.utils.get_total_norm(gradients, norm_type)
 
     accelerator.clip_grad_norm_ = clip_grad_norm_
@@ -68,7 +74,9 @@ class Overlapped(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         only_look_at_norms(self.trainer.accelerator)
-        self.handle = overlap_optimizer(self.trainer.model_wrapped, self.trainer.optimizer, **self.options)
+        self.handle = overlap_optimizer(
+            self.trainer.model_wrapped, self.trainer.optimizer, **self.options
+        )
 
 
 class QuantizedAndOverlapped(QuantizedGradients):
@@ -102,7 +110,9 @@ def train(resumed: str | None = None) -> Statistics:
         save_steps=2,
         report_to="none",
     )
-    trainer = Trainer(Regression(net), arguments, train_dataset=[{"x": x, "labels": y} for x, y in data])
+    trainer = Trainer(
+        Regression(net), arguments, train_dataset=[{"x": x, "labels": y} for x, y in data]
+    )
     quantized = QuantizedAndOverlapped(trainer, resumed, error_feedback="both")
     trainer.add_callback(quantized)
     trainer.train(resume_from_checkpoint=resumed)
