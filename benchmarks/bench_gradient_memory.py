@@ -17,12 +17,10 @@ side.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +42,7 @@ WIDTH, LAYERS = 2048, 12
 MODEL = 4 * WIDTH * WIDTH * LAYERS / 2**20
 PASSES = 5
 _CGROUPS = Path("/sys/fs/cgroup/memory")
+GROUP = f"gradient_memory_{os.getpid()}"
 
 
 def make_optimizer(name: str, ddp: nn.Module) -> torch.optim.Optimizer:
@@ -123,26 +122,10 @@ def train_with_adamw(rank: int, side: str) -> None:  # noqa: ARG001
     train(*make_side(side, "AdamW", view=False), passes=PASSES)
 
 
-@contextlib.contextmanager
-def control_group(limit: float | None) -> Iterator[Path]:
-    """Make a control group with a memory limit in MiB."""
-    group = _CGROUPS / f"gradient_memory_{os.getpid()}"
-    group.mkdir()
-    try:
-        if limit is not None:
-            (group / "memory.limit_in_bytes").write_text(str(int(limit * 2**20)))
-        yield group
-    finally:
-        for _ in range(100):  # until the last process has gone
-            with contextlib.suppress(OSError):
-                group.rmdir()
-                break
-            time.sleep(0.1)
-
-
-def run_limited(side: str, limit: float | None) -> dict[str, Any]:
+def run_limited(side: str, mib: int | None) -> dict[str, Any]:
     """Run the program; return its memory use, and whether it finished."""
-    with control_group(limit) as group:
+    group = memory.make_group(GROUP, None if mib is None else mib << 20)
+    try:
         program = "import sys, bench_gradient_memory as bench; bench.run_program(sys.argv[1])"
         enter = f'echo $$ > {group}/cgroup.procs; exec "$@"'
         command = ["sh", "-c", enter, "sh", sys.executable, "-c", program, side]
@@ -153,6 +136,8 @@ def run_limited(side: str, limit: float | None) -> dict[str, Any]:
             "killed_by_the_limit": int(killed["oom_kill"]),
             "most_used_mib": round(int((group / "memory.max_usage_in_bytes").read_text()) / 2**20),
         }
+    finally:
+        memory.remove_group(GROUP)
 
 
 def run_program(side: str) -> None:

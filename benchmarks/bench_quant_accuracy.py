@@ -54,22 +54,16 @@ Scheme: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Maps the gradients of all ranks, one per row, to the average on each rank."""
 
 
-class Transformer(LanguageModel):
-    """547 904 parameters."""
-
-    WIDTH, CONTEXT = 144, 64
-
-
 def language_model_gradients(ranks: int, seed: int) -> torch.Tensor:
     """Return every rank's gradient of a model after some training, flattened as by DDP."""
     torch.manual_seed(seed)
-    text, model = read(library_files()), Transformer()
+    text, model = read(library_files()), LanguageModel(width=144, context=64)  # 547 904 parameters
     parameters = list(model.parameters())
     optimizer = torch.optim.Adam(parameters, lr=1e-3)
 
     def loss() -> torch.Tensor:
-        starts = torch.randint(len(text) - model.CONTEXT, (BATCH,))
-        return next_character_loss(model, text, starts, model.CONTEXT)
+        starts = torch.randint(len(text) - model.context, (BATCH,))
+        return next_character_loss(model, text, starts, model.context)
 
     for _ in range(TRAINING_STEPS):
         optimizer.zero_grad()

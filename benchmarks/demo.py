@@ -4,8 +4,8 @@
     python benchmarks/demo.py --rate 200mbit      # slower links
 
 Needs no root where the system lets ordinary users make network namespaces. Where that is not possible, the
-two processes talk over loopback, and the output says so. The training text is this repository's
-documentation.
+two processes talk over loopback, and the output says so. The training text is the standard library's
+sources.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from drawing import BLUE, GRAY, GREEN, VERMILION, name_ends, save, subplots
 from emulated_hosts import EmulationUnavailableError, address, emulated_hosts, require_rate
 from rank_processes import run_rank_processes
 
 TRAINING = str(Path(__file__).with_name("demo_training.py"))
-# Okabe and Ito's colors, which the color-blind can tell apart.
-COLORS = {"plain DDP": "#000000", "16 bits": "#D55E00", "8 bits": "#0072B2", "8 bits + overlap": "#009E73"}
+COLORS = {"plain DDP": GRAY, "16 bits": VERMILION, "8 bits": BLUE, "8 bits + overlap": GREEN}
 SMOOTHED = 10
 """Steps averaged in each point of the plot."""
 
@@ -76,34 +76,19 @@ def show_table(seen: dict[str, Any]) -> None:
 
 def draw(title: str, seen: dict[str, Any], path: Path) -> None:
     """Draw the loss over time, with the median time for every step, so that interruptions do not count."""
-    import matplotlib as mpl  # noqa: PLC0415 - so that training does not wait for the import
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    averaged = [(name, way) for name, way in seen["ways"].items() if name != "no communication"]
-    averaged.sort(key=lambda one: statistics.median(one[1]["seconds"]))
-    # The fastest has the highest label, so that no line to another label crosses it.
-    for index, (name, way) in enumerate(averaged):
-        color, losses = COLORS[name], smooth(way["losses"])
+    figure, (axis,) = subplots([3.0], title)
+    ends = {}
+    for name, color in COLORS.items():
+        way = seen["ways"][name]
+        losses = smooth(way["losses"])
         times = [count * statistics.median(way["seconds"]) for count in range(1, len(losses) + 1)]
-        axes.plot(times, losses, color=color, linewidth=1.5)
-        axes.plot(times[-1], losses[-1], "o", color=color)
-        axes.annotate(
-            f" {name}: {times[-1]:.1f} s",
-            (times[-1], losses[-1]),
-            xytext=(times[-1], 0.97 - 0.09 * index),
-            textcoords=axes.get_xaxis_transform(),
-            color=color,
-            va="top",
-            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.8, "relpos": (0, 1)},
-        )
-    axes.set_xlim(0, 1.25 * times[-1])
-    axes.set(title=title, xlabel="seconds of training, at the median step", ylabel="training loss")
-    axes.spines[["top", "right"]].set_visible(False)
+        axis.plot(times, losses, color=color, linewidth=1.2)
+        axis.plot(times[-1], losses[-1], "o", color=color, markersize=4)
+        ends[f"{name}:\n{times[-1]:.1f} s"] = (times[-1], losses[-1], color)
+    axis.set(xlabel="seconds of training, at the median step", ylabel="training loss")
+    name_ends(axis, ends, gap=0.15)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save(figure, path)
     print(f"\nloss over time: {path.resolve()}")
 
 

@@ -1,8 +1,10 @@
-"""How much memory a process takes, and what its allocator does with freed memory; Linux with glibc."""
+"""How much memory a process takes or may take, and what its allocator does with it; Linux with glibc."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import time
 from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # constants in glibc's malloc.h
@@ -40,6 +42,39 @@ def now() -> float:
 def peak() -> float:
     """Return the most MiB that the process took since the peak was reset."""
     return _status("VmHWM")
+
+
+_GROUPS = {  # folder and limit file of control groups, in both versions of them
+    Path("/sys/fs/cgroup/memory"): "memory.limit_in_bytes",
+    Path("/sys/fs/cgroup"): "memory.max",
+}
+
+
+def make_group(name: str, limit: int | None = None) -> Path:
+    """Make a control group whose processes together may take ``limit`` bytes; return its folder.
+
+    Raises:
+        OSError: This program may not, or there are none.
+    """
+    for parent, file in _GROUPS.items():
+        if (parent / file).exists() or any(parent.glob(f"*/{file}")):
+            group = parent / name
+            group.mkdir()
+            if limit is not None:
+                (group / file).write_text(str(limit))
+            return group
+    raise OSError("no control group of memory is mounted")
+
+
+def remove_group(name: str) -> None:
+    """Remove a control group, if there is one of this name, when its last process has gone."""
+    for group in (parent / name for parent in _GROUPS):
+        for _ in range(100):
+            if not group.exists():
+                break
+            with contextlib.suppress(OSError):
+                group.rmdir()
+            time.sleep(0.05)
 
 
 def _status(field: str) -> float:

@@ -6,6 +6,7 @@ import statistics
 import sysconfig
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -40,28 +41,37 @@ class Task(Protocol):
         ...
 
 
+CHARACTERS, CONTEXT = 128, 32
+
+
 class LanguageModel(nn.Module):
-    """Maps characters to scores of the next ones."""
+    """Maps characters to scores of the next ones.
 
-    WIDTH, HEADS, LAYERS, CONTEXT, CHARACTERS = 96, 4, 2, 32, 128
+    Args:
+        width: The embedding width; layers are four times as wide inside.
+        heads: The number of attention heads.
+        layers: The number of layers.
+        context: The number of characters.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 96, heads: int = 4, layers: int = 2, context: int = CONTEXT) -> None:
         super().__init__()
-        self.characters = nn.Embedding(self.CHARACTERS, self.WIDTH)
-        self.places = nn.Parameter(0.02 * torch.randn(self.CONTEXT, self.WIDTH))
+        self.context = context
+        self.characters = nn.Embedding(CHARACTERS, width)
+        self.places = nn.Parameter(0.02 * torch.randn(context, width))
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(
-                self.WIDTH, self.HEADS, 4 * self.WIDTH, dropout=0.0, batch_first=True, norm_first=True
+                width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True
             )
-            for _ in range(self.LAYERS)
+            for _ in range(layers)
         )
-        self.norm = nn.LayerNorm(self.WIDTH)
-        self.output = nn.Linear(self.WIDTH, self.CHARACTERS)
+        self.norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, CHARACTERS)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Return scores (N, CONTEXT, CHARACTERS) for the character after each one of ``text``."""
+        """Return scores (N, context, CHARACTERS) for the character after each one of ``text``."""
         hidden = self.characters(text) + self.places
-        mask = nn.Transformer.generate_square_subsequent_mask(self.CONTEXT)
+        mask = nn.Transformer.generate_square_subsequent_mask(self.context)
         for layer in self.layers:
             hidden = layer(hidden, src_mask=mask, is_causal=True)
         scores: torch.Tensor = self.output(self.norm(hidden))
@@ -76,11 +86,11 @@ def library_files() -> list[Path]:
 def read(files: Iterable[Path]) -> torch.Tensor:
     """Return the characters of files."""
     text = bytearray(b"".join(file.read_bytes() for file in files))
-    return torch.frombuffer(text, dtype=torch.uint8).clamp(max=LanguageModel.CHARACTERS - 1)
+    return torch.frombuffer(text, dtype=torch.uint8).clamp(max=CHARACTERS - 1)
 
 
 def next_character_loss(
-    model: nn.Module, text: torch.Tensor, starts: torch.Tensor, context: int = LanguageModel.CONTEXT
+    model: nn.Module, text: torch.Tensor, starts: torch.Tensor, context: int = CONTEXT
 ) -> torch.Tensor:
     """Return the mean loss over all characters of windows of a text."""
     windows = text[starts[:, None] + torch.arange(context + 1)].long()
@@ -88,28 +98,36 @@ def next_character_loss(
 
 
 class Language:
-    """The next character of the standard library's modules. Every tenth file is held out."""
+    """The next character of the standard library's modules. Every tenth file is held out.
 
-    batch = 4
-    HELD_OUT_WINDOWS = 1024
+    Args:
+        batch: Windows per rank and step.
+        rate: AdamW's learning rate.
+        held_out_windows: For the held-out loss.
+        sizes: Of :class:`LanguageModel`.
+    """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, batch: int = 4, rate: float = 3e-3, held_out_windows: int = 1024, **sizes: int
+    ) -> None:
+        self.batch = batch
+        self._rate, self._held_out_windows, self._sizes = rate, held_out_windows, sizes
         files = library_files()
         self._held_out = read(files[::10])
         self._text = read(file for index, file in enumerate(files) if index % 10)
 
     def model(self) -> nn.Module:
-        """Return a transformer of 251 648 parameters."""
-        return LanguageModel()
+        """Return a transformer, by default of 251 648 parameters."""
+        return LanguageModel(**self._sizes)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return AdamW."""
         # Fused: a loop over the parameters would take a fifth of the step.
-        return torch.optim.AdamW(parameters, lr=3e-3, fused=True)
+        return torch.optim.AdamW(parameters, lr=self._rate, fused=True)
 
     def draw(self, count: int, generator: torch.Generator) -> torch.Tensor:
         """Return the starts of windows."""
-        return torch.randint(len(self._text) - LanguageModel.CONTEXT, (count,), generator=generator)
+        return torch.randint(len(self._text) - CONTEXT, (count,), generator=generator)
 
     def loss(self, model: nn.Module, chosen: torch.Tensor) -> torch.Tensor:
         """Return the mean loss over all characters of the windows."""
@@ -117,8 +135,8 @@ class Language:
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return the loss on windows spread over the held-out files."""
-        last = len(self._held_out) - LanguageModel.CONTEXT - 1
-        starts = torch.arange(self.HELD_OUT_WINDOWS) * last // (self.HELD_OUT_WINDOWS - 1)
+        last, count = len(self._held_out) - CONTEXT - 1, self._held_out_windows
+        starts = torch.arange(count) * last // (count - 1)
         parts = [next_character_loss(model, self._held_out, some).item() for some in torch.split(starts, 64)]
         return {"loss": statistics.fmean(parts)}
 
@@ -173,42 +191,6 @@ class Digits:
 
 
 TASKS: dict[str, Callable[[], Task]] = {"language": Language, "digits": Digits}
-
-
-class SmallTransformer(LanguageModel):
-    """7.3 million parameters."""
-
-    WIDTH, HEADS, LAYERS = 384, 6, 4
-
-
-class LargeTransformer(LanguageModel):
-    """57 million parameters."""
-
-    WIDTH, HEADS, LAYERS = 768, 12, 8
-
-
-class SmallText(Language):
-    """Text for the small transformer."""
-
-    batch = 8
-
-    def model(self) -> nn.Module:
-        """Return a transformer of 7.3 million parameters."""
-        return SmallTransformer()
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return AdamW, with a rate for this width."""
-        return torch.optim.AdamW(parameters, lr=5e-4, fused=True)
-
-
-class LargeText(SmallText):
-    """Text for the large transformer."""
-
-    batch = 4
-
-    def model(self) -> nn.Module:
-        """Return a transformer of 57 million parameters."""
-        return LargeTransformer()
 
 
 class ConvolvedDigits(Digits):
@@ -284,11 +266,13 @@ class Model:
         return self.plain_bytes * (6 if self.views else 7)
 
 
+_small_text = partial(Language, 8, 5e-4, width=384, heads=6, layers=4)
+_large_text = partial(Language, 4, 5e-4, width=768, heads=12, layers=8)
 MODELS = {
-    "7M": Model(SmallText, 7.3, 5, 0.2),
+    "7M": Model(_small_text, 7.3, 5, 0.2),
     "MLP": Model(WideDigits, 19.0, 8, 0.1),
     "conv": Model(ConvolvedDigits, 1.5, 1, 0.1),
-    "60M": Model(LargeText, 57.0, 20, 1.0, views=True),
+    "60M": Model(_large_text, 57.0, 20, 1.0, views=True),
 }
 
 

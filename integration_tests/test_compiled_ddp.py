@@ -6,9 +6,12 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from trainings import HOOKS, WIDTH, rank_device, with_hook
+from trainings import HOOKS, WIDTH, assert_same_bits, rank_device, with_hook
 
+from ddp_optim_overlap import ConfigError
 from dist_utils import resolve_group
+
+NO_BUCKETS = r"Python reducer has none: set torch\._dynamo\.config\.optimize_ddp to True"
 
 
 def _begin(hook, overlap=None, *, compiled=True):
@@ -29,7 +32,7 @@ def _with_ddp_optimizer(_):
         expected = _begin(hook, compiled=False).train(range(4)).parameters()
         for overlap in (None, {}):
             training = _begin(hook, overlap).train(range(4))
-            torch.testing.assert_close(training.parameters(), expected, rtol=0, atol=0)
+            assert_same_bits(training.parameters(), expected)
         report = training.handle.wait()
         assert report.buckets == len(report.stepped) > 1
 
@@ -39,27 +42,21 @@ def test_ddp_optimizer_hands_over_buckets(launch):
 
 
 def _with_python_reducer(_):
-    """Return the error of each combination."""
     torch._dynamo.config.optimize_ddp = "python_reducer"
     torch._dynamo.config.compiled_autograd = True
-    raised = {}
-    for hook, overlap in (("8 bits, feedback", None), ("fp16", {})):
+    for hook, overlap, error, text in (
+        ("8 bits, feedback", None, TypeError, "^quantized_allreduce_hook averages buckets"),
+        ("fp16", {}, ConfigError, "^the overlapped step needs buckets"),
+    ):
         training = _begin(hook, overlap)
         before = [parameter.clone() for parameter in training.parameters()]
-        try:
-            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
-                training.train(range(2))
-        except Exception as failure:  # noqa: BLE001 - the test shows any error
-            raised[hook] = f"{type(failure).__name__}: {failure}"
-        torch.testing.assert_close(training.parameters(), before, rtol=0, atol=0)
+        compiled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager"))
+        with pytest.raises(error, match=f"{text}.*{NO_BUCKETS}"), compiled:
+            training.train(range(2))
+        assert_same_bits(training.parameters(), before)
         dist.barrier()
-    return raised
 
 
 @pytest.mark.exhaustive
 def test_hooks_that_need_buckets_refuse_the_python_reducer(launch):
-    for raised in launch(_with_python_reducer, timeout=300):
-        assert raised["8 bits, feedback"].startswith("TypeError: quantized_allreduce_hook averages buckets")
-        assert raised["fp16"].startswith("ConfigError: the overlapped step needs buckets")
-        for error in raised.values():
-            assert "Python reducer has none: set torch._dynamo.config.optimize_ddp to True" in error
+    launch(_with_python_reducer, timeout=300)

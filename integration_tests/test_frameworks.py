@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from frameworks import FRAMEWORKS, ON_GPUS, PAGE, program
+from trainings import assert_same_bits
 
 from ddp_optim_overlap import ConfigError
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
@@ -46,17 +47,13 @@ def _start(rank, fn, folder, args, environ):
     return fn(*args)
 
 
-def _assert_same_bits(found, expected):
-    torch.testing.assert_close(found.parameters, expected.parameters, rtol=0, atol=0)
-
-
 def _overlap(name, run):
     """Compare a run with the framework's own; return the parameters."""
     train = FRAMEWORKS[name].make().train
     own, instead = FRAMEWORKS[name].runs[run]
     expected = train(options=own)
     found = train("Overlapped", {} if instead else own, instead)
-    _assert_same_bits(found, expected)
+    assert_same_bits(found.parameters, expected.parameters)
     assert found.norms == expected.norms
     return expected.parameters
 
@@ -89,13 +86,13 @@ def _quantize(name):
     whole = train("QuantizedGradients", ours=FEEDBACK)
     for how in ("QuantizedGradients", "QuantizedAndOverlapped"):
         again = train(how, ours=FEEDBACK)
-        _assert_same_bits(again, whole)
+        assert_same_bits(again.parameters, whole.parameters)
         _assert_a_quarter(again.statistics)
         train(how, ours=FEEDBACK, saves=how)
         dist.barrier()
         resumed = train(how, ours=FEEDBACK, resumes=how)
         if framework.resumes_bitwise:
-            _assert_same_bits(resumed, whole)
+            assert_same_bits(resumed.parameters, whole.parameters)
 
 
 @each_framework
@@ -112,7 +109,7 @@ def _clip(name):
     assert not same_bits(own, train())
     beside = train("QuantizedGradients", framework.clips_by_norm, NOT_QUANTIZED)
     assert beside.statistics.plain_buckets > 0
-    _assert_same_bits(beside, own)
+    assert_same_bits(beside.parameters, own.parameters)
 
 
 @each_framework

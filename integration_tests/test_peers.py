@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from peer_cases import CASES, COLLECTIVES, DIFFERENCES, GLOO_ERROR, RANKS, TRAINED, VICTIM
 from soak.trouble import raise_here
-from trainings import Places
+from trainings import Places, assert_same_bits
 
 from ddp_optim_overlap import CommunicationError
 from dist_utils.testing import patience, run_ranks, stop_process
@@ -68,16 +68,13 @@ def _copies(part):
 
 def _values_after(case, part, number):
     """Return the values that the parameters may have after a step that fails."""
-    before = _copies(part)
     if number == 0 or not case.steps_parts:
-        return [before]
-    optimizer = copy.deepcopy(part.optimizer.state_dict())
+        return [_copies(part)]
+    before = copy.deepcopy(part.checkpoint())
     part.step(number)
     after = _copies(part)
-    for parameter, value in zip(part.parameters(), before, strict=True):
-        parameter.copy_(value)
-    part.optimizer.load_state_dict(optimizer)
-    return [before, after]
+    part.load(before)
+    return [before["parameters"], after]
 
 
 def _see(part, number, allowed):
@@ -229,7 +226,7 @@ def test_ranks_that_have_closed_what_failed_have_the_bits_of_a_fresh_start(outco
     for anew in outcome.anew.values():
         *others, fresh = anew[name].values()
         assert fresh, "there is something to compare"
-        torch.testing.assert_close(others, [fresh] * len(others), rtol=0, atol=0)
+        assert_same_bits(others, [fresh] * len(others))
 
 
 @pytest.mark.parametrize("outcome", ["exits"], indirect=True)

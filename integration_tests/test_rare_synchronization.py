@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from trainings import assert_same_bits
 
 from ddp_quant_hooks import QuantizedAllreduceState
 from dist_utils.testing import run_ranks, same_on_all_ranks
@@ -90,7 +91,7 @@ def _assert_resume_is_bitwise(rank):
         _train(rank, one.parameters, [one], range(EVERY + 2, 3 * EVERY))
         one.finish()
         one.state.close()
-    torch.testing.assert_close(parameters, resumed_parameters, rtol=0, atol=0)
+    assert_same_bits(resumed_parameters, parameters)
 
 
 def _many_runs(rank):
@@ -203,7 +204,7 @@ def _post_local_sgd(rank, *, restarted):
 
 def _model_averaging(rank):
     straight_on, restarted = (_post_local_sgd(rank, restarted=which) for which in (False, True))
-    torch.testing.assert_close(restarted, straight_on, rtol=0, atol=0)
+    assert_same_bits(restarted, straight_on)
     return _average(rank, QuantizedAllreduceState(min_bytes=0, error_feedback="both"))
 
 

@@ -125,19 +125,23 @@ ENDS_GROUPS = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("make", "count", "allowed"), [(go_on, 108, 5), pytest.param(remake, 24, 40, marks=ENDS_GROUPS)]
+    ("make", "count", "allowed"), [(go_on, 116, 5), pytest.param(remake, 32, 40, marks=ENDS_GROUPS)]
 )
 def test_steps_and_states_that_were_closed_hold_nothing(make, count, allowed):
-    """A few KiB are allowed for each step or model: plain DDP leaves 2 of a step and 12 of a model.
+    """The memory that is allowed is twice what plain DDP leaves, and the soak run's constant for noise.
 
-    Residuals are 60 KiB, and a model is 180. Resident memory is noisier than the heap.
+    Plain DDP leaves 2 KiB of a step and 19 of a model. What must not be left is more: residuals are 60 KiB, a
+    model is 180. The constant is for jumps: resident memory grows when the C library gives a thread an arena.
+    At any one moment a thread or a connection may still be ending, so the least of several samples counts.
     """
     for samples in run_ranks(sample_loop, 2, partial(make, "8 bits, feedback, overlap"), count, timeout=120):
-        growth = {what: samples[-1][what] - samples[8][what] for what in samples[0] if what != "seconds"}
-        memory = {what: growth.pop(what) / (count - 9) for what in MEMORY if what in growth}
-        assert memory.pop("heap", 0) < allowed, samples
-        assert memory.pop("resident", 0) < 4 * allowed, samples
-        assert set(growth.values()) == {0}, growth
+        first, last = samples[8:16], samples[-8:]
+        growth = {
+            what: min(one[what] for one in last) - min(one[what] for one in first)
+            for what in samples[0].keys() - {"seconds"}
+        }
+        limits = {what: allowed * (count - 16) + noise for what, noise in MEMORY.items()}
+        assert {what: grew for what, grew in growth.items() if grew > limits.get(what, 0)} == {}, samples
 
 
 def test_the_page_has_the_figures_of_the_results():

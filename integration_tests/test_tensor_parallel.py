@@ -1,11 +1,11 @@
 """Tensor parallelism in one dimension of a mesh, DDP in the other: hooks and steps stay in theirs."""
 
-import copy
+import functools
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from trainings import HOOKS, WIDTH, no_hook, with_hook
+from trainings import HOOKS, WIDTH, assert_resumes, assert_same_bits, no_hook, with_hook
 
 from dist_utils.testing import run_ranks, same_on_all_ranks
 
@@ -24,19 +24,6 @@ def _begin(mesh, hook, overlap=None):
     return with_hook(dp.get_group(), ALL[hook], overlap, net=net, process_group=None, device_mesh=dp)
 
 
-def _resume(mesh):
-    """Return the parameters of a run with residuals that was resumed, and of an uninterrupted one."""
-    through = _begin(mesh, "8 bits, feedback", {}).train(range(3))
-    saved = copy.deepcopy((through.parameters(), through.optimizer.state_dict(), through.state.state_dict()))
-    resumed = _begin(mesh, "8 bits, feedback", {})
-    resumed.make_final_buckets()
-    for parameter, value in zip(resumed.parameters(), saved[0], strict=True):
-        parameter.copy_(value)
-    resumed.optimizer.load_state_dict(saved[1])
-    resumed.state.load_state_dict(saved[2])
-    return resumed.train(range(3, 5)).parameters(), through.train(range(3, 5)).parameters()
-
-
 def _both_dimensions(_):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     gradients = {}
@@ -46,9 +33,9 @@ def _both_dimensions(_):
             [one.grad.flatten() for one in training.optimizer.param_groups[0]["params"]]
         )
         found = training.train(range(1, 5)).parameters()
-        torch.testing.assert_close(_begin(mesh, hook, {}).train(range(5)).parameters(), found, rtol=0, atol=0)
+        assert_same_bits(_begin(mesh, hook, {}).train(range(5)).parameters(), found)
         assert same_on_all_ranks(found, mesh["dp"])
-    torch.testing.assert_close(*_resume(mesh), rtol=0, atol=0)
+    assert_resumes(functools.partial(_begin, mesh, "8 bits, feedback", {}))
     return {hook: (each - gradients["none"]).norm() / each.norm() for hook, each in gradients.items()}
 
 

@@ -2,9 +2,8 @@
 
 import torch
 import torch.distributed as dist
-from trainings import HOOKS, WIDTH, no_hook, rank_device, with_hook
+from trainings import HOOKS, WIDTH, assert_same_bits, few_bits, no_hook, rank_device, with_hook
 
-from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 from dist_utils import OrderedWorker, resolve_group
 from dist_utils.testing import same_on_all_ranks
 
@@ -54,14 +53,13 @@ def test_two_models_and_a_worker_share_the_ranks(launch):
     assert launch(_two_models, timeout=120) == [40 * launch.world_size] * launch.world_size
 
 
-def _exact_1d(group):
-    return QuantizedAllreduceState(group, min_bytes=0, exact_1d=True), quantized_allreduce_hook
-
-
 def _overflow(rank):
     """An infinity on the last rank alone: every rank must skip the step and halve the scale."""
     names = ("fp16", "bf16, fp32 sums", "8 bits", "per tensor", "per channel")
-    for name, hook in {**{name: HOOKS[name] for name in names}, "8 bits, exact_1d": _exact_1d}.items():
+    for name, hook in {
+        **{name: HOOKS[name] for name in names},
+        "8 bits, exact_1d": few_bits(exact_1d=True),
+    }.items():
         training = with_hook(resolve_group(), hook)
         scaler = torch.amp.GradScaler(rank_device().type, init_scale=1024.0)
         before = [parameter.clone() for parameter in training.parameters()]
@@ -71,7 +69,7 @@ def _overflow(rank):
         scaler.scale(training.model(x).sum()).backward()
         scaler.step(training.optimizer)
         scaler.update()
-        torch.testing.assert_close(training.parameters(), before, rtol=0, atol=0)
+        assert_same_bits(training.parameters(), before)
         assert scaler.get_scale() == 512.0, name
 
 

@@ -1,15 +1,14 @@
 """Hooks, overlapped steps and checkpoints together: bitwise the same training in every composition."""
 
-import copy
+import functools
 import io
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from trainings import HOOKS, with_hook
+from trainings import HOOKS, assert_resumes, assert_same_bits, with_hook
 
-from ddp_quant_hooks import AutoState, auto_hook
 from dist_utils import resolve_group
 
 
@@ -17,22 +16,14 @@ def _begin(hook="8 bits, feedback", overlap=None, **options):
     return with_hook(resolve_group(), HOOKS[hook], overlap, **options)
 
 
-def _assert_same_bits(found, expected):
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
 def _overlap(_):
     ordinary = _begin().train(range(10)).parameters()
     for overlap in ({}, {"release_gradients": True}):
-        _assert_same_bits(_begin(overlap=overlap).train(range(10)).parameters(), ordinary)
+        assert_same_bits(_begin(overlap=overlap).train(range(10)).parameters(), ordinary)
 
 
 def test_the_bits_of_the_ordinary_loop_with_a_quantized_hook(launch):
     launch(_overlap, timeout=120)
-
-
-def _two_alike(group):
-    return AutoState(group, candidates={name: HOOKS["8 bits"](group) for name in "01"}), auto_hook
 
 
 def _choose(_):
@@ -40,8 +31,8 @@ def _choose(_):
     alone = _begin("8 bits").train(range(70)).parameters()
     choices = []
     for overlap in (None, {}):
-        training = with_hook(resolve_group(), _two_alike, overlap)
-        _assert_same_bits(training.train(range(70)).parameters(), alone)  # 31 of which are the trial
+        training = _begin("auto", overlap)
+        assert_same_bits(training.train(range(70)).parameters(), alone)  # 31 of which are the trial
         choices.append(training.state.choice.candidate)
         training.close()
     return choices
@@ -53,20 +44,10 @@ def test_a_choice_with_the_overlap_has_the_bits_of_the_chosen_hook(launch):
 
 
 def _resume(_):
-    """Resume from the residuals of all ranks, which one of them saves."""
     for overlap in (None, {}):
         for options in ({}, {"static_graph": True}):
-            through = _begin(overlap=overlap, **options).train(range(3))
-            everyone = through.state.gather_state_dict()
-            model, optimizer = copy.deepcopy((through.net.state_dict(), through.optimizer.state_dict()))
-            resumed = _begin(overlap=overlap, **options)
-            resumed.make_final_buckets(1 + bool(options))
-            resumed.net.load_state_dict(model)
-            resumed.optimizer.load_state_dict(optimizer)
-            resumed.state.scatter_state_dict(everyone)
-            _assert_same_bits(
-                resumed.train(range(3, 6)).parameters(), through.train(range(3, 6)).parameters()
-            )
+            begin = functools.partial(_begin, overlap=overlap, **options)
+            assert_resumes(begin, passes=1 + bool(options))
 
 
 def test_a_resumed_job_has_the_bits_of_the_uninterrupted_one(launch):
@@ -96,8 +77,8 @@ def _distributed_checkpoint(rank, folder):
     )
     loaded = io.BytesIO(parts["residuals"][f"rank {rank}"])
     resumed.state.load_state_dict(torch.load(loaded, weights_only=True))
-    _assert_same_bits(resumed.train(range(3, 6)).parameters(), through.train(range(3, 6)).parameters())
-    _assert_same_bits(resumed.optimizer.state_dict(), through.optimizer.state_dict())
+    assert_same_bits(resumed.train(range(3, 6)).parameters(), through.train(range(3, 6)).parameters())
+    assert_same_bits(resumed.optimizer.state_dict(), through.optimizer.state_dict())
 
 
 def test_a_job_resumed_from_a_distributed_checkpoint_has_the_bits_of_the_uninterrupted_one(launch, tmp_path):

@@ -5,6 +5,7 @@ may raise, or where its process may end or stop.
 """
 
 import contextlib
+import copy
 import functools
 import gc
 from collections.abc import Callable, Iterable
@@ -156,16 +157,29 @@ class Training:
                 self.backward(number)
             self.optimizer.zero_grad()
 
+    def checkpoint(self) -> dict[str, Any]:
+        """Return what a checkpoint of this rank holds."""
+        residuals = self.state.state_dict() if hasattr(self.state, "state_dict") else None
+        optimizer = self.optimizer.state_dict()
+        return {"parameters": self.parameters(), "optimizer": optimizer, "residuals": residuals}
+
+    def load(self, checkpoint: dict[str, Any]) -> "Training":
+        """Take everything from a checkpoint; return the training."""
+        for parameter, value in zip(self.parameters(), checkpoint["parameters"], strict=True):
+            parameter.copy_(value)
+        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        if checkpoint["residuals"] is not None:
+            self.state.load_state_dict(checkpoint["residuals"])
+        return self
+
     def save(self, folder: Path, step: int) -> None:
         """Write a checkpoint of this rank atomically."""
         if self.handle is not None:
             self.handle.wait()  # raises if a rank has failed in this step
         self.places.at("checkpoint")
-        residuals = self.state.state_dict() if hasattr(self.state, "state_dict") else None
         path = folder / f"checkpoint-{dist.get_rank()}.pt"
         new = path.with_suffix(".new")
-        parts = {"parameters": self.parameters(), "optimizer": self.optimizer.state_dict()}
-        torch.save({**parts, "residuals": residuals, "step": step}, new)
+        torch.save({**self.checkpoint(), "step": step}, new)
         new.replace(path)
 
     def close(self) -> None:
@@ -179,7 +193,22 @@ class Training:
         gc.collect()  # a DDP model is in a reference cycle
 
 
-def _few_bits(**options: Any) -> Callable[[dist.ProcessGroup], tuple[Any, Any]]:
+def assert_same_bits(found: Any, expected: Any) -> None:
+    """Compare tensors, or lists and dictionaries of them, bit by bit; a failure shows the values."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def assert_resumes(begin: Callable[[], Training], passes: int = 1) -> None:
+    """Compare a training that goes on from its checkpoint with one that is not interrupted."""
+    through, resumed = begin().train(range(3)), begin()
+    saved = copy.deepcopy(through.checkpoint())
+    resumed.make_final_buckets(passes)
+    found = resumed.load(saved).train(range(3, 6))
+    assert_same_bits(found.parameters(), through.train(range(3, 6)).parameters())
+
+
+def few_bits(**options: Any) -> Callable[[dist.ProcessGroup], tuple[Any, Any]]:
+    """Return what makes a quantizing hook and its state, for buckets of all sizes."""
     return lambda group: (
         QuantizedAllreduceState(group, min_bytes=0, **options),
         quant.quantized_allreduce_hook,
@@ -209,8 +238,7 @@ def _hierarchical(group: dist.ProcessGroup) -> tuple[Any, Any]:
 
 def _auto(group: dist.ProcessGroup) -> tuple[Any, Any]:
     # Every choice gives the same bits.
-    same = {"fp32": (group, allreduce_hook), "again": (CompressState(group), allreduce_hook)}
-    return AutoState(group, candidates=same), quant.auto_hook
+    return AutoState(group, candidates={name: HOOKS["8 bits"](group) for name in "01"}), quant.auto_hook
 
 
 Hook = Callable[[dist.ProcessGroup], tuple[Any, Any]]
@@ -219,9 +247,9 @@ HOOKS: dict[str, Hook] = {
     "fp16": lambda group: (group, compress.fp16_compress_hook),
     "bf16, fp32 sums": lambda group: (CompressState(group, accumulate="fp32"), compress.bf16_compress_hook),
     "bf16 wrapper": lambda group: (group, compress.bf16_compress_wrapper(allreduce_hook)),
-    "8 bits": _few_bits(),
-    "8 bits, feedback": _few_bits(error_feedback="both"),
-    "4 bits, feedback": _few_bits(bits=4),
+    "8 bits": few_bits(),
+    "8 bits, feedback": few_bits(error_feedback="both"),
+    "4 bits, feedback": few_bits(bits=4),
     "hierarchical": _hierarchical,
     "auto": _auto,
     "per tensor": lambda group: (group, quant.quantization_pertensor_hook),

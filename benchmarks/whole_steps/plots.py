@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 from typing import Any
 
 from drawing import BLUE, GRAY, GREEN, VERMILION, name_ends, save, subplots
-from whole_steps.losses import LEARNT, Curve, complete, place_of
+from training import mean_curve
+from whole_steps.losses import LEARNT, complete, place_of
 from whole_steps.sides import SHORT_LABELS
 
 COLORS = dict(zip(SHORT_LABELS, (GRAY, VERMILION, GREEN, BLUE), strict=True))
@@ -27,15 +27,11 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure, (axis,) = subplots([2.6], title)
     ends = {}
     for name, color in COLORS.items():
-        seconds = _means(curves[name], "seconds")
-        losses = _means(curves[name], "losses")
+        seconds = mean_curve([curve["seconds"] for curve in curves[name]])
+        losses = mean_curve([curve["losses"] for curve in curves[name]])
         axis.plot(seconds, losses, color=color, linewidth=1.2)
         axis.plot(seconds[-1], losses[-1], "o", color=color, markersize=4)
         ends[f"{SHORT_LABELS[name]}:\n{seconds[-1]:.0f} s"] = (seconds[-1], losses[-1], color)
     axis.set(xlabel="seconds of training", ylabel="training loss")
     name_ends(axis, ends, gap=0.15)
     save(figure, path)
-
-
-def _means(curves: list[Curve], kind: str) -> list[float]:
-    return [statistics.fmean(point) for point in zip(*(curve[kind] for curve in curves), strict=True)]

@@ -18,6 +18,7 @@ from dist_utils.testing import run_ranks
 from soak.records import resources
 
 SAMPLES, FEWEST = 200, 8
+REMADE = ("plain DDP", "8 bits, feedback, overlap")
 MEMORY = {"heap": 64.0, "resident": 1024.0}
 ALLOWED = {**MEMORY, "kernel_threads": 0.0, "descriptors": 0.0, "seconds": 0.0}
 """What is compared, and how much may be more at the end than at the beginning."""
@@ -90,16 +91,10 @@ def measure_growth(options: Any) -> Iterator[dict[str, Any]]:
     """
     names = ["plain DDP", *(name for name in TRAININGS if name not in BASELINES)]
     steps = {name: partial(go_on, name) for name in names}
-    groups = {
-        "process groups with plain DDP": partial(_jobs, "plain DDP"),
-        "process groups made and destroyed": partial(_jobs, "8 bits, feedback, overlap"),
-    }
-    states = {
-        "models made anew, plain DDP": partial(remake, "plain DDP"),
-        "states made and closed": partial(remake, "8 bits, feedback, overlap"),
-    }
+    groups = {f"process groups made and destroyed, {name}": partial(_jobs, name) for name in REMADE}
+    models = {f"models made anew, {name}": partial(remake, name) for name in REMADE}
     few = options.steps // 100
-    for count, loops in ((options.steps, steps), (few, groups), (few, states)):
+    for count, loops in ((options.steps, steps), (few, groups), (few, models)):
         if count < FEWEST:
             continue
         control = None
