@@ -41,7 +41,6 @@ BAD = [
     ("scatter", (LIST, 0), {"like": torch.ones(2)}),
     ("scatter", (LIST, 1), {}),
     ("scatter", (LIST, 0), {"anchor": LIST[0]}),
-    ("scatter", ([torch.ones(2, device="meta")] * 2, 0), {}),
     ("all_to_all", ([torch.zeros(2)] * 3, LIST), {}),
     ("all_to_all", ([torch.zeros(2), torch.zeros(3)], [torch.zeros(3), torch.zeros(2)]), {}),
     ("all_to_all_single", (torch.zeros(4, 2), X, [3, 1], [2, 2]), {}),
@@ -137,7 +136,7 @@ DIFFERENT = [
     ("which needs a gradient.* which needs no gradient", lambda: dac.broadcast(_needs(0), 0, check=True)),
     (
         "needs a gradient.* needs no gradient",
-        lambda: dac.scatter(_of([torch.ones(2), _needs(0)], None), 0, check=True),
+        lambda: dac.scatter(_of([X[0], _needs(0)], None), 0, like=X[0], check=True),
     ),
     ("rank 1 of the group sends 2 to rank 0, which expects 1", lambda: _splits(2)),
     (r"shape \(any, 2\)", lambda: dac.all_gather_cat(torch.ones(2, _of(2, 3)), sizes="auto", check=True)),
@@ -176,7 +175,7 @@ def test_every_rank_is_told_what_differs_and_calls_that_fit_run():
 # Each with the rank that is wrong, its own error, and a call for three ranks.
 WRONG_ALONE = [
     (0, ValueError, lambda wrong: dac.scatter(None if wrong else [X] * 3, 0, check=True)),
-    (1, ValueError, lambda wrong: dac.scatter([X, X, X[:1]] if wrong else None, 1, check=True)),
+    (1, ValueError, lambda wrong: dac.scatter([X, X, X[:1]] if wrong else None, 1, like=X, check=True)),
     (2, TypeError, lambda wrong: checked_sum(None if wrong else X)),
     (1, ValueError, lambda wrong: dac.all_gather_cat(X, sizes=[4, 4 + wrong, 4], check=True)),
     # The others wait in WORLD, which the rank that is wrong may have meant.
@@ -190,22 +189,16 @@ def _wrong_alone(rank):
         with pytest.raises(kind if rank == wrong_rank else TensorMismatchError) as caught:
             call(rank == wrong_rank)
         seen.append(str(caught.value))
-    huge = [torch.zeros(1).expand(2**60)] * 3  # takes no memory where it is sent
-    with pytest.raises(TensorMismatchError if rank == 0 else dac.CollectiveError) as caught:
-        dac.scatter(None if rank else huge, 0, check=True)
-    return seen, str(caught.value), checked_sum(torch.ones(1)).item()
+    return seen, checked_sum(torch.ones(1)).item()
 
 
 def test_the_others_get_the_error_of_the_rank_that_is_wrong():
     found = run_ranks(_wrong_alone, 3, group_timeout=30)
     for index, (wrong_rank, kind, _) in enumerate(WRONG_ALONE):
         own = found[wrong_rank][0][index]
-        told = {seen[index] for rank, (seen, _, _) in enumerate(found) if rank != wrong_rank}
+        told = {seen[index] for rank, (seen, _) in enumerate(found) if rank != wrong_rank}
         assert told == {f"rank {wrong_rank} cannot go on: {kind.__name__}: {own}"}
-    held = [text for _, text, _ in found]
-    assert "cannot go on: CollectiveError: scatter: the source sends torch.float32 of shape" in held[0]
-    assert "which this rank cannot hold" in held[1]
-    assert [after for *_, after in found] == [3] * 3
+    assert [after for _, after in found] == [3] * 3
 
 
 def _environment(rank):

@@ -36,7 +36,7 @@ REFUSED = [
     (ValueError, "cannot be split into 3 equal parts", lambda: dac.all_to_all_single(X, X)),
     (TypeError, "must be integers", lambda: dac.all_to_all_single(X, X, [1.0, 0, 1], [1, 0, 1])),
     (ValueError, "of 3 numbers|3 tensors", lambda: dac.scatter([X, X], dist.get_rank())),
-    (ValueError, "the source needs a list of 3 tensors", lambda: dac.scatter(None, dist.get_rank())),
+    (ValueError, "list of 3 tensors, other ranks a list or like=", lambda: dac.scatter(None, 0)),
     (IndexError, "dim 1 is out of range for a tensor of 1 dim", lambda: dac.all_gather_cat(X, 1)),
     (IndexError, "of 0 dimensions", lambda: dac.all_gather_cat(X.sum())),
     (ValueError, r"sizes must be 3 lengths, got \[2, 2\]", lambda: dac.all_gather_cat(X, sizes=[2, 2])),

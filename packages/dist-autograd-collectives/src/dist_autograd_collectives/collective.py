@@ -11,8 +11,7 @@ import contextlib
 import functools
 import inspect
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
@@ -38,7 +37,7 @@ def prepare(
     who: Members,
     tensors: Sequence[torch.Tensor],
     anchor: bool,
-    check: bool | None,
+    check: object,
     *,
     terms: str = "",
     grad: Convention = "sum",
@@ -56,7 +55,7 @@ def prepare(
         who: The ranks.
         tensors: This rank's tensors.
         anchor: Whether the backward of the call runs on this rank even if no tensor needs a gradient.
-        check: Whether ranks compare their calls; not ``None`` outside ``torch.compile``.
+        check: The :class:`Comparison`, if ranks compare their calls.
         terms: Every argument besides the title and the tensors that must be equal.
         grad: The convention, where the two differ.
         uneven_dim: A dimension whose length may differ.
@@ -71,11 +70,11 @@ def prepare(
     forms = [tuple(shape)] if shape is not None else [tuple(tensor.shape) for tensor in tensors]
     if uneven_dim is not None:
         forms = [(*form[:uneven_dim], -1, *form[uneven_dim + 1 :]) for form in forms]
-    if check and not recorded:
+    if isinstance(check, Comparison) and not recorded:
         # One form stands for all tensors of a list.
         needs = [tensor.requires_grad for tensor in tensors] if shape is None else [_any_needs(tensors)]
         described = [_description(*each) for each in zip(tensors, forms, needs, strict=False)]
-        _compare(who, TensorClaim([("", one) for one in described], f"{title}{terms}, {grad}"))
+        check.require_same(who, TensorClaim([("", one) for one in described], f"{title}{terms}, {grad}"))
         if splits is not None:
             _compare_splits(who, *splits)
     # Symbolic shapes of a compiler have no hash. A mean may be sent in another dtype.
@@ -113,33 +112,39 @@ def _description(tensor: torch.Tensor, form: Sequence[int], requires_grad: bool)
     return f"{what}, {transformed}" if transformed else what
 
 
-class _Progress(threading.local):
-    """Whether this thread's call has reached the comparison."""
+class Comparison:
+    """How the ranks compare their calls, if they do; each function takes it for its ``check``.
 
-    compared = True
+    Attributes:
+        is_due: Whether it is still to come: until then the others can be told what goes wrong on this rank.
+    """
 
+    def __init__(self) -> None:
+        self.is_due = True
 
-_progress = _Progress()
+    def require_same(self, who: Members, claim: TensorClaim, problem: Exception | None = None) -> None:
+        """Raise on every rank if the ranks claim something else, or one of them has a problem."""
+        self.is_due = False
+        with outside_function_transforms():
+            try:
+                require_same_tensors(resolve_group(who.group), claim, problem)
+            except RuntimeError as error:
+                if error is problem or isinstance(error, AgreementError):
+                    raise
+                raise CollectiveError(
+                    f"the comparison of check=True failed on rank {who.rank} of {who.size} in the group of "
+                    f"{claim.arguments or 'a call with wrong arguments'}: {error} - Do all ranks come to it?"
+                ) from error
 
-
-def expect_comparison() -> None:
-    """Note that ranks compare again: until then they are told what goes wrong on this one."""
-    _progress.compared = False
-
-
-def _compare(who: Members, claim: TensorClaim, problem: Exception | None = None) -> None:
-    """Raise on every rank if the ranks claim something else, or one of them has a problem."""
-    _progress.compared = True
-    with outside_function_transforms():
-        try:
-            require_same_tensors(resolve_group(who.group), claim, problem)
-        except RuntimeError as error:
-            if error is problem or isinstance(error, AgreementError):
-                raise
-            raise CollectiveError(
-                f"the comparison of check=True failed on rank {who.rank} of {who.size} in the group of "
-                f"{claim.arguments or 'a call with wrong arguments'}: {error} - Do all ranks come to it?"
-            ) from error
+    def tell(self, problem: Exception, group: Any) -> None:
+        """Tell a problem in the group that the caller meant; in WORLD if it gave something that is none."""
+        # The comparison raises the problem, as the caller does; nobody waits for a rank outside the group.
+        with contextlib.suppress(RuntimeError, ValueError, TensorMismatchError, type(problem)):
+            try:
+                who = members(group)
+            except TypeError:
+                who = members(None)
+            self.require_same(who, TensorClaim([]), problem)
 
 
 def _compare_splits(who: Members, outgoing: Sequence[int], incoming: Sequence[int]) -> None:
@@ -153,29 +158,6 @@ def _compare_splits(who: Members, outgoing: Sequence[int], incoming: Sequence[in
                     f"rank {sender} of the group sends {sent[receiver]} to rank {receiver}, which expects "
                     f"{expected[sender]}"
                 )
-
-
-@contextlib.contextmanager
-def _tell_problems(group: Any) -> Iterator[None]:
-    """If the body raises before the ranks compare their calls, tell those that would wait there."""
-    expect_comparison()
-    try:
-        yield
-    except Exception as problem:
-        if not _progress.compared:
-            _tell(problem, group)
-        raise
-
-
-def _tell(problem: Exception, group: Any) -> None:
-    """Tell a problem in the group that the caller meant; in WORLD if it gave something that is no group."""
-    # The comparison raises the problem itself, as the caller does; nobody waits for a rank outside the group.
-    with contextlib.suppress(RuntimeError, ValueError, TensorMismatchError, type(problem)):
-        try:
-            who = members(group)
-        except TypeError:
-            who = members(None)
-        _compare(who, TensorClaim([]), problem)
 
 
 class Step(Generic[T]):
@@ -219,14 +201,18 @@ def collective(function: Callable[P, T]) -> Callable[P, T]:
         check = kwargs.get("check")
         if check is not None and not isinstance(check, bool):
             raise TypeError(f"check must be True, False or None, got {type(check).__name__}")
-        if check is None:  # the environment is read once per call
+        if check is None:
             check = os.environ.get(_VARIABLE, "") not in ("", "0")
-        options: dict[str, Any] = {**kwargs, "check": check}
         if not check:
-            return function(*args, **options)
+            return function(*args, **kwargs)
+        comparison = Comparison()
         given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}  # not checked yet
-        with _tell_problems(given.get("group")):
-            return function(*args, **options)
+        try:
+            return function(*args, **{**kwargs, "check": comparison})  # type: ignore[arg-type]
+        except Exception as problem:
+            if comparison.is_due:
+                comparison.tell(problem, given.get("group"))
+            raise
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
 
 from dist_autograd_collectives import arguments
 from dist_autograd_collectives.arguments import Sizes
-from dist_autograd_collectives.backend import CollectiveError
-from dist_autograd_collectives.calls import Convention, Map, Members, Tensors, Wait, members
-from dist_autograd_collectives.collective import collective, expect_comparison, identity, prepare, step
-from dist_autograd_collectives.linear import begin_plain, exchange_lengths
+from dist_autograd_collectives.calls import Convention, Map, Tensors, members
+from dist_autograd_collectives.collective import collective, identity, prepare, step
+from dist_autograd_collectives.linear import exchange_lengths
 from dist_autograd_collectives.parts import join, pad, pieces
-from dist_autograd_collectives.transforms import is_traced, outside_function_transforms
-from dist_utils import GroupLike, resolve_group
-from dist_utils.process_groups import collective_device, device_types
-
-# In an order that all ranks agree on.
-_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-
-_HEADER = 67
-"""Length of a description: dtype, device, number of dimensions, and up to 64 dimensions."""
+from dist_utils import GroupLike
 
 
 @collective
@@ -204,19 +194,17 @@ def scatter(
         src: The source's rank in WORLD; 0 if neither is given.
         group: As for :func:`all_reduce`.
         group_src: The source's rank in the group, instead of ``src``.
-        like: A tensor with the shape and dtype that each rank gets. If given, it must be given on all
-            ranks; otherwise the source sends a description first (not under ``torch.compile`` and
-            ``torch.func``: there every rank needs a list or ``like``).
+        like: A tensor with the shape and dtype that this rank gets; needed where ``tensors`` is ``None``.
         grad: Both conventions agree here.
         anchor: As for :func:`all_reduce`.
         check: As for :func:`all_reduce`.
 
     Raises:
-        ValueError: The list does not have W entries of one shape and dtype, or is missing at the source; and
-            as for :func:`broadcast`.
+        ValueError: The list does not have W entries of one shape and dtype, or is missing at the source, or
+            elsewhere without ``like``; and as for :func:`broadcast`.
 
     Cost:
-        The list's bytes, and without ``like`` 536 bytes more for each rank.
+        The list's bytes.
 
     Source:
         ``torch.distributed.nn.functional.scatter``, which fails on the ``None`` that it documents.
@@ -225,60 +213,18 @@ def scatter(
     src = 0 if src is None and group_src is None else src
     root = arguments.root_in_group(group, who, src, group_src, "src")
     like = like if like is None else arguments.check_tensor("like", like)
-    if tensors is None and who.rank == root:
-        raise ValueError(f"the source needs a list of {who.size} tensors")
+    if tensors is None and (like is None or who.rank == root):
+        raise ValueError(f"the source needs a list of {who.size} tensors, other ranks a list or like=")
     given = [] if tensors is None else arguments.one_for_each("tensors", tensors, who, like=like)
-    terms = f" from {root}{' with like=' if like is not None else ''}"
-    receive_description: Wait = lambda: ()  # noqa: E731
-    if like is None and is_traced():
-        # A graph cannot depend on shapes that only another rank knows, and vmap hides a part of them.
-        if not given:
-            raise ValueError("under torch.compile and torch.func every rank needs a list, or like=")
-        like = given[0]
-    elif like is None:
-        header = _description(given[0] if who.rank == root else None, who)
-        # Ranks without like= would wait for the description in vain if the source has like=.
-        call, _ = prepare("scatter", who, [], anchor, check, terms=terms)
-        receive_description = functools.cache(begin_plain(header, Map("broadcast", call, root)))
-        expect_comparison()
-        like = given[0] if given else _stand_in(receive_description()[0], who)
+    like = given[0] if like is None else like
     # A list of a receiver is part of the graph, too: its gradient is zeros, not None.
     parts = given or [like.new_empty(0, *like.shape)]
-    call, parts = prepare("scatter", who, parts, anchor, check, terms=terms, shape=like.shape)
+    call, parts = prepare("scatter", who, parts, anchor, check, terms=f" from {root}", shape=like.shape)
 
     def receive(part: torch.Tensor) -> torch.Tensor:
-        receive_description()  # ranks with a list need none, but it was sent to them
         return part if given else part.squeeze(0)
 
     return step(Map("scatter", call, root, separate_input=tensors is not None), parts, receive)
-
-
-def _description(first: torch.Tensor | None, who: Members) -> torch.Tensor:
-    """Return what ranks need to know of a tensor that they receive, or memory to receive that."""
-    group = resolve_group(who.group)
-    with outside_function_transforms():  # there is nothing to differentiate
-        device = collective_device(group)
-        if first is None:
-            return torch.empty(_HEADER, dtype=torch.int64, device=device)
-        types = device_types(group)
-        if first.device.type not in types:
-            raise ValueError(f"tensors on {first.device} cannot be sent: the group's backends serve {types}")
-        header = [_DTYPES.index(first.dtype), types.index(first.device.type), first.ndim, *first.shape]
-        return torch.tensor(header + [0] * (_HEADER - len(header)), device=device)
-
-
-def _stand_in(description: torch.Tensor, who: Members) -> torch.Tensor:
-    """Return an uninitialized tensor as the source described it; raises if this rank cannot have one."""
-    with outside_function_transforms():
-        dtype, place, ndim, *shape = description.tolist()
-        kind = device_types(resolve_group(who.group))[place]
-        try:
-            return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=kind)
-        except (RuntimeError, AssertionError) as error:  # torch's, also for a missing device
-            what = f"{_DTYPES[dtype]} of shape {tuple(shape[:ndim])} on {kind}"
-            raise CollectiveError(
-                f"scatter: the source sends {what}, which this rank cannot hold: {error}"
-            ) from error
 
 
 @collective

@@ -37,23 +37,12 @@ def _begin(tensors: Tensors, linear_map: Map) -> Wait:
     return backend.begin(tensors, linear_map)
 
 
-def begin_plain(tensor: torch.Tensor, linear_map: Map) -> Wait:
-    """Start a map on a tensor that nobody differentiates or records, and return a function that waits."""
-    with outside_function_transforms():
-        wait = backend.begin((tensor,), linear_map)
-
-    def receive() -> Tensors:
-        with outside_function_transforms():
-            return wait()
-
-    return receive
-
-
 def exchange_lengths(lengths: Sequence[int], like: torch.Tensor, call: Call) -> tuple[int, ...]:
     """Send each rank a length, and return the lengths that the ranks send to this one."""
-    own = torch.tensor(lengths, dtype=torch.int64, device=like.device)
-    exchange = Map("exchange", call._replace(title=f"{call.title} (sizes)", form=0))
-    (received,) = begin_plain(own, exchange)()
+    exchange = Map("exchange", call._replace(title=f"{call.title} (sizes)"))
+    with outside_function_transforms():  # nobody differentiates or records them
+        own = torch.tensor(lengths, dtype=torch.int64, device=like.device)
+        (received,) = backend.begin((own,), exchange)()
     return tuple(received.tolist())
 
 
