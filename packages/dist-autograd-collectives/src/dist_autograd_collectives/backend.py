@@ -21,12 +21,8 @@ import torch
 import torch.distributed as dist
 
 from dist_autograd_collectives.calls import Map, Tensors, Wait, hash_of_names
-from dist_autograd_collectives.reductions import (
-    GLOO_DTYPES,
-    sum_of_rows,
-    sum_of_two,
-    zeros_after,
-)
+from dist_autograd_collectives.parts import concatenate, pad, split
+from dist_autograd_collectives.reductions import GLOO_DTYPES, sum_of_rows, sum_of_two
 from dist_utils.torch_compat import start_traceable_collective
 
 
@@ -149,23 +145,15 @@ def join(tensors: Tensors, linear_map: Map) -> torch.Tensor:
     kind, x = linear_map.kind, tensors[0]
     if not linear_map.separate_input:
         return x.unsqueeze(0) if linear_map.separate_output and kind != "exchange" else x
-    if kind == "exchange":
-        return torch.cat(tensors)
-    rows = torch.stack(tensors)
-    return rows[:0] if kind == "scatter" and linear_map.call.who.rank != linear_map.root else rows
+    return concatenate(tensors) if kind == "exchange" else torch.stack(tensors)
 
 
 def separate(received: torch.Tensor, linear_map: Map) -> Tensors:
     """Return the results of a map from its joined parts; the reverse of :func:`join`."""
-    kind, who = linear_map.kind, linear_map.call.who
+    kind = linear_map.kind
     if not linear_map.separate_output:
         return (received.squeeze(0) if linear_map.separate_input and kind != "exchange" else received,)
-    if kind == "exchange":
-        return torch.split(received, list(linear_map.output_splits))
-    if kind == "gather" and who.rank != linear_map.root:
-        like = received.new_empty(received.shape[1:])
-        return tuple(zeros_after(received, like) for _ in range(who.size))
-    return received.unbind(0)
+    return tuple(split(received, linear_map.output_splits)) if kind == "exchange" else received.unbind(0)
 
 
 def start_traceable(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tensor]:
@@ -187,10 +175,12 @@ def start_traceable(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tens
 
 def _start_of_common_dtype(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tensor]:
     kind, who, root = linear_map.kind, linear_map.call.who, linear_map.root
-    # There is no traceable reduce, gather or scatter.
+    # There is no traceable reduce.
     if kind in ("all_reduce", "reduce"):
         total = start_traceable_collective("all_reduce", x, "sum", who.name)
-        return total if kind == "all_reduce" or who.rank == root else lambda: zeros_after(total(), x)
+        if kind == "all_reduce" or who.rank == root:
+            return total
+        return lambda: pad(total().flatten()[:0], x.numel()).view(x.shape)
     if kind == "broadcast":
         return start_traceable_collective("broadcast", x, root, who.name)
     if kind == "all_gather":
@@ -203,10 +193,10 @@ def _start_of_common_dtype(x: torch.Tensor, linear_map: Map) -> Callable[[], tor
 
 def by_messages(tensors: Tensors, linear_map: Map) -> Wait:
     """Start a map made of messages between two ranks; the receiver computes sums."""
-    who, root, parts = linear_map.call.who, linear_map.root, linear_map.parts_of(tensors)
-    everyone = range(who.size)
-    sources = (root,) if linear_map.is_from_root else everyone
-    targets = (root,) if linear_map.is_to_root else everyone
+    who, kind, parts = linear_map.call.who, linear_map.kind, linear_map.parts_of(tensors)
+    root, everyone = (linear_map.root,), range(who.size)
+    sources = root if kind == "broadcast" else everyone
+    targets = root if kind == "reduce" else everyone
     buffers, finish = _memory(tensors[0], parts[who.rank], linear_map)
     sends, receives = who.rank in sources, who.rank in targets
     outgoing = [part if sends and rank in targets else None for rank, part in enumerate(parts)]
@@ -225,21 +215,20 @@ def _memory(
         linear_map: The map.
     """
     kind, who = linear_map.kind, linear_map.call.who
-    is_target = not linear_map.is_to_root or who.rank == linear_map.root
-    if kind == "broadcast" or (kind == "scatter" and linear_map.separate_input):
+    if kind == "broadcast":
         mine = torch.empty_like(own)
         return [mine] * who.size, lambda: (mine,)
-    if kind in ("all_gather", "gather") and linear_map.separate_output:
-        apart = tuple(torch.empty_like(x) if is_target else torch.zeros_like(x) for _ in range(who.size))
+    if kind == "all_gather" and linear_map.separate_output:
+        apart = tuple(torch.empty_like(x) for _ in range(who.size))
         return apart, lambda: apart
-    if kind in ("all_gather", "gather", "exchange", "scatter"):
+    if kind in ("all_gather", "exchange"):
         lengths = linear_map.splits(x.shape[0])[1]
         if linear_map.separate_output:
             apart = tuple(x.new_empty(length, *x.shape[1:]) for length in lengths)
             return apart, lambda: apart
         whole = x.new_empty(sum(lengths), *x.shape[1:])
         return whole.split_with_sizes(lengths), lambda: (whole,)
-    if not is_target:
+    if kind == "reduce" and who.rank != linear_map.root:
         zeros = torch.zeros_like(own)
         return [zeros] * who.size, lambda: (zeros,)
     # Summed in rank order everywhere, so every rank gets the same bits. torch sums 16-bit dtypes in fp32.

@@ -128,8 +128,6 @@ Kind: TypeAlias = Literal[
     "exchange",
     "broadcast",
     "reduce",
-    "gather",
-    "scatter",
     "copy",
     "own part",
     "own if root",
@@ -142,8 +140,6 @@ _TRANSPOSES: dict[Kind, Kind] = {
     "exchange": "exchange",
     "broadcast": "reduce",
     "reduce": "broadcast",
-    "gather": "scatter",
-    "scatter": "gather",
 }
 """The total loss is the sum of all ranks' losses."""
 
@@ -164,14 +160,12 @@ class Map(NamedTuple):
 
     Attributes:
         kind: ``"all_reduce"`` (sum), ``"all_gather"``, ``"reduce_scatter"`` (sum), ``"exchange"`` (all to
-            all), ``"broadcast"`` from the root, ``"reduce"`` to the root (sum, zeros elsewhere),
-            ``"gather"`` to the root (elsewhere W tensors of zeros, or no row if they are joined),
-            ``"scatter"`` from the root (elsewhere it takes such tensors), ``"copy"`` (no communication),
-            ``"own part"`` of equal parts, ``"own if root"`` (zeros elsewhere).
+            all), ``"broadcast"`` from the root, ``"reduce"`` to the root (sum, zeros elsewhere), ``"copy"``
+            (no communication), ``"own part"`` of equal parts, ``"own if root"`` (zeros elsewhere).
         call: The call that it belongs to.
         root: A rank in the group.
         input_splits: For an exchange: the lengths along dimension 0 of the parts for each rank. Empty if they
-            are equal. Parts of a gather or scatter are one row for each rank.
+            are equal.
         output_splits: Likewise, from each rank.
         separate_input: Whether the parts for W ranks are W tensors, instead of one after the other along
             dimension 0 of one.
@@ -207,31 +201,15 @@ class Map(NamedTuple):
         """Whether there is anything to communicate."""
         return self.call.who.size > 1 and self.kind not in ("copy", "own part", "own if root")
 
-    @property
-    def is_from_root(self) -> bool:
-        """Whether only the root sends."""
-        return self.kind in ("broadcast", "scatter")
-
-    @property
-    def is_to_root(self) -> bool:
-        """Whether only the root receives."""
-        return self.kind in ("reduce", "gather")
-
     def splits(self, rows: int) -> tuple[list[int], list[int]]:
         """Return how many of its rows this rank sends to each rank, and how many it receives from each."""
-        ranks, is_root = range(self.call.who.size), self.call.who.rank == self.root
-        if self.kind == "gather":
-            return [int(rank == self.root) for rank in ranks], [int(is_root)] * len(ranks)
-        if self.kind == "scatter":
-            return [int(is_root)] * len(ranks), [int(rank == self.root) for rank in ranks]
-        if self.kind == "all_gather":
-            return [rows] * len(ranks), [rows] * len(ranks)
-        equal = [rows // len(ranks)] * len(ranks)
+        size = self.call.who.size
+        equal = [rows if self.kind == "all_gather" else rows // size] * size
         return list(self.input_splits) or equal, list(self.output_splits) or equal
 
     def parts_of(self, tensors: Tensors) -> Tensors:
         """Return what this rank sends to each rank if it sends anything: a part, or the same to all."""
-        if self.kind in ("all_reduce", "all_gather", "broadcast", "reduce", "gather"):
+        if self.kind in ("all_reduce", "all_gather", "broadcast", "reduce"):
             return tensors * self.call.who.size
         if self.separate_input:
             return tensors

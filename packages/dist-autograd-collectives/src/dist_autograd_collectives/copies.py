@@ -169,8 +169,16 @@ def gather(
     dst = 0 if dst is None and group_dst is None else dst
     root = arguments.root_in_group(group, who, dst, group_dst, "dst")
     tensor = arguments.check_tensor("tensor", tensor)
-    call, tensors = prepare("gather", who, [tensor], anchor, check, terms=f" to {root}")
-    return step(Map("gather", call, root, separate_output=True), tensors, lambda *parts: parts)
+    call, (tensor,) = prepare("gather", who, [tensor], anchor, check, terms=f" to {root}")
+    length = tensor.numel()
+    outgoing = tuple(length if rank == root else 0 for rank in range(who.size))
+    incoming = (length if who.rank == root else 0,) * who.size
+    exchange = Map("exchange", call, 0, outgoing, incoming, separate_output=True)
+
+    def receive(*parts: torch.Tensor) -> Tensors:
+        return tuple(pad(part, length).view(tensor.shape) for part in parts)
+
+    return step(exchange, [tensor.flatten()], receive)
 
 
 @collective
@@ -217,14 +225,14 @@ def scatter(
         raise ValueError(f"the source needs a list of {who.size} tensors, other ranks a list or like=")
     given = [] if tensors is None else arguments.one_for_each("tensors", tensors, who, like=like)
     like = given[0] if like is None else like
+    length, shape, is_root = like.numel(), like.shape, who.rank == root
     # A list of a receiver is part of the graph, too: its gradient is zeros, not None.
-    parts = given or [like.new_empty(0, *like.shape)]
-    call, parts = prepare("scatter", who, parts, anchor, check, terms=f" from {root}", shape=like.shape)
-
-    def receive(part: torch.Tensor) -> torch.Tensor:
-        return part if given else part.squeeze(0)
-
-    return step(Map("scatter", call, root, separate_input=tensors is not None), parts, receive)
+    parts = [entry.flatten() if is_root else entry.flatten()[:0] for entry in given or [like.detach()]]
+    call, parts = prepare("scatter", who, parts, anchor, check, terms=f" from {root}", shape=shape)
+    outgoing = (length if is_root else 0,) * who.size
+    incoming = tuple(length if rank == root else 0 for rank in range(who.size))
+    exchange = Map("exchange", call, 0, outgoing, incoming, separate_input=tensors is not None)
+    return step(exchange, parts, lambda part: pad(part, length).view(shape))
 
 
 @collective

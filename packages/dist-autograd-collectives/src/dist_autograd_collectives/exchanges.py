@@ -12,7 +12,7 @@ from dist_autograd_collectives.arguments import Sizes
 from dist_autograd_collectives.calls import Convention, Map, Tensors, members
 from dist_autograd_collectives.collective import collective, prepare, step
 from dist_autograd_collectives.linear import exchange_lengths
-from dist_autograd_collectives.reductions import zeros_after
+from dist_autograd_collectives.parts import pad
 from dist_utils import GroupLike
 
 
@@ -258,17 +258,13 @@ def permute(
             )
     call, (tensor,) = prepare("permute", who, [tensor], anchor, check, terms=f" {pairs}")
     to, source = dict(pairs).get(who.rank), {there: here for here, there in pairs}.get(who.rank)
-    outgoing = tuple(int(rank == to) for rank in range(who.size))
-    incoming = tuple(int(rank == source) for rank in range(who.size))
-    row = tensor.unsqueeze(0)
+    length, flat = tensor.numel(), tensor.flatten()
+    outgoing = tuple(length if rank == to else 0 for rank in range(who.size))
+    incoming = tuple(length if rank == source else 0 for rank in range(who.size))
     # A rank that sends nothing takes part in backward, too.
-    parts = [row[:count] for count in outgoing]
-
-    def receive(rows: torch.Tensor) -> torch.Tensor:
-        return rows.squeeze(0) if source is not None else zeros_after(rows, tensor)
-
-    exchange = Map("exchange", call, 0, outgoing, incoming, separate_input=True)
-    return step(exchange, parts, receive)
+    part = flat if to is not None else flat[:0]
+    exchange = Map("exchange", call, 0, outgoing, incoming)
+    return step(exchange, [part], lambda received: pad(received, length).view(tensor.shape))
 
 
 def _pairs(perm: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

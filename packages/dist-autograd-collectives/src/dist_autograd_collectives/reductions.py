@@ -140,13 +140,3 @@ def sum_of_two(first: torch.Tensor, second: torch.Tensor, into: torch.Tensor) ->
     if into.is_inference():  # inference mode may have ended since
         return first + second
     return torch.add(first, second, out=into)
-
-
-def zeros_after(received: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return zeros that depend on what a collective gave this rank, though no element of it is used.
-
-    So its backward, which the other ranks wait for, runs on this rank, and no compiler optimizes it away.
-    """
-    wide = wide_dtype(like.dtype)
-    zeros = torch.zeros_like(like, dtype=wide, memory_format=torch.contiguous_format, requires_grad=False)
-    return (zeros + received.flatten()[:0].to(wide).sum(dtype=wide)).to(like.dtype)
