@@ -78,9 +78,9 @@ def choose(inputs: Tensors, linear_map: Map) -> Wait:
 def local_result(tensors: Tensors, linear_map: Map) -> Tensors:
     """Return the result of a map that needs no other rank, as new tensors."""
     who = linear_map.call.who
-    if linear_map.kind == "own part":
+    if linear_map.kind == "reduce_scatter":
         return (linear_map.parts_of(tensors)[who.rank].clone(),)
-    if linear_map.kind == "own if root" and who.rank != linear_map.root:
+    if linear_map.kind == "reduce" and who.rank != linear_map.root:
         return tuple(torch.zeros_like(x) for x in tensors)
     return tuple(x.clone() for x in tensors)
 

@@ -44,7 +44,6 @@ def prepare(
     uneven_dim: int | None = None,
     shape: Sequence[int] | None = None,
     splits: tuple[Sequence[int], Sequence[int]] | None = None,
-    communicates: bool = True,
 ) -> tuple[Call, list[torch.Tensor]]:
     """Return the call, and the tensors that take part in it; raises on every rank if the ranks' calls differ.
 
@@ -61,7 +60,6 @@ def prepare(
         uneven_dim: A dimension whose length may differ.
         shape: What the first tensor stands for, if it has another shape; the other tensors are not compared.
         splits: How many rows this rank sends to each rank, and how many it expects.
-        communicates: Whether the call does so in forward.
     """
     tensors = _anchor(tensors, anchor)
     if splits is not None:
@@ -79,9 +77,7 @@ def prepare(
             _compare_splits(who, *splits)
     # Symbolic shapes of a compiler have no hash. A mean may be sent in another dtype.
     form = 0 if recorded else hash((tuple(forms), hash_of_names(*{tensor.dtype for tensor in tensors})))
-    call = Call(title, who, grad == "replicated", form)
-    differentiable = torch.is_grad_enabled() and _any_needs(tensors)
-    return call.with_number(communicates=communicates, differentiable=differentiable), tensors
+    return Call.next(title, who, grad, form), tensors
 
 
 def _anchor(tensors: Sequence[torch.Tensor], anchor: bool) -> list[torch.Tensor]:

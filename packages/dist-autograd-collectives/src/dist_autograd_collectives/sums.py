@@ -267,10 +267,8 @@ def copy_to_group(
     """
     tensor, who = arguments.check_tensor("tensor", tensor), members(group)
     # What comes back is summed as if the loss were one that all ranks compute.
-    call, tensors = prepare(
-        "copy_to_group", who, [tensor], anchor, check, grad="replicated", communicates=False
-    )
-    return step(Map("copy", call), tensors, identity)
+    call, tensors = prepare("copy_to_group", who, [tensor], anchor, check, grad="replicated")
+    return step(Map("all_reduce", call, alone=True), tensors, identity)
 
 
 @collective

@@ -77,15 +77,15 @@ def apply(tensors: Tensors, linear_map: Map) -> Tensors:
 def _arguments(linear_map: Map) -> tuple[Any, ...]:
     """Return a map of joined parts as the operator's arguments; its inverse is :func:`_map`."""
     call, who = linear_map.call, linear_map.call.who  # Dynamo of torch 2.6 does not unpack named tuples
-    own = linear_map.kind, linear_map.root, linear_map.order
+    own = linear_map.kind, linear_map.root, linear_map.order, linear_map.alone
     splits = list(linear_map.input_splits), list(linear_map.output_splits)
     return *own, *splits, call.title, call.replicated, call.key, who.name, who.size, who.rank
 
 
 def _map(*arguments: Any) -> Map:
-    kind, root, order, input_splits, output_splits, title, replicated, key, *members = arguments
-    call = Call(title, Members(None, *members), replicated, form=key)
-    return Map(kind, call, root, tuple(input_splits), tuple(output_splits), order=order)
+    kind, root, order, alone, input_splits, output_splits, title, replicated, key, *members = arguments
+    call = Call(title, Members(None, *members), replicated, key)
+    return Map(kind, call, root, tuple(input_splits), tuple(output_splits), alone=alone, order=order)
 
 
 def _transpose(*arguments: Any) -> tuple[Any, ...]:
@@ -134,8 +134,8 @@ def _view_of_one_call(x: torch.Tensor, number: int) -> torch.Tensor:
 _NAME = "dist_autograd_collectives::linear"
 _LIBRARY: Any = torch.library.Library("dist_autograd_collectives", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
-    "linear(Tensor x, str kind, int root, int order, SymInt[] input_splits, SymInt[] output_splits, "
-    "str title, bool replicated, int key, str group, int size, int rank) -> Tensor"
+    "linear(Tensor x, str kind, int root, int order, bool alone, SymInt[] input_splits, "
+    "SymInt[] output_splits, str title, bool replicated, int key, str group, int size, int rank) -> Tensor"
 )
 _operator: Any = torch.ops.dist_autograd_collectives.linear.default
 
