@@ -136,7 +136,7 @@ CALLS = [
 
 
 def _steps_of_one_rank(rank):
-    """One rank evaluates while the other trains: calls still find each other, through a second backward, too."""
+    """One rank evaluates while the other trains: calls still find each other, in a second backward, too."""
     x = _leaf(4)
     for call in CALLS:
         with torch.set_grad_enabled(rank == 0):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,22 @@ from dist_autograd_collectives.parts import concatenate, pad, split
 from dist_autograd_collectives.reductions import GLOO_DTYPES, sum_of_rows, sum_of_two
 from dist_utils.torch_compat import start_traceable_collective
 
+T = TypeVar("T")
+
 
 class CollectiveError(RuntimeError):
     """A collective failed; in backward mostly because other ranks never reached it."""
 
+
+_HINT = (
+    "Do all ranks call the same functions in one order, with the same shapes, dtypes and operations? "
+    "check=True tells at once"
+)
+_HINT_IN_BACKWARD = (
+    f"{_HINT}. Does every rank use the result (see connect), and does every rank's tensor need a gradient "
+    "(see anchor=True; torch.autograd.grad and backward(inputs=...) follow only what leads to their inputs: "
+    "there pass connect(tensor, input) instead)?"
+)
 
 _SHORT_BYTES = 64 << 10
 """Up to this size every rank's tensor is sent to where a sum is needed; larger ones go in Gloo's ring.
@@ -57,7 +69,23 @@ def begin(tensors: Tensors, linear_map: Map) -> Wait:
     if not linear_map.needs_others:
         results = local_result(inputs, linear_map)
         return lambda: results
-    return _Running(choose(inputs, linear_map), linear_map)
+    return _Running(_explain(linear_map, lambda: choose(inputs, linear_map)), linear_map)
+
+
+def _explain(linear_map: Map, act: Callable[[], T]) -> T:
+    """Return what a part of a map returns; an error names the function and this rank."""
+    try:
+        return act()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        call, who = linear_map.call, linear_map.call.who
+        what, hint = call.title, _HINT
+        if linear_map.order:
+            what, hint = f"the backward of {call.title}", _HINT_IN_BACKWARD
+        raise CollectiveError(
+            f"{what} failed on rank {who.rank} of {who.size} in its group: {error} - {hint}"
+        ) from error
 
 
 def choose(inputs: Tensors, linear_map: Map) -> Wait:
@@ -87,26 +115,22 @@ def local_result(tensors: Tensors, linear_map: Map) -> Tensors:
 
 def _backends(linear_map: Map) -> str:
     """Return the backends of the group, for example ``"cpu:gloo,cuda:nccl"``."""
-    call = linear_map.call
     try:
-        return dist.get_backend_config(call.who.group)
+        return dist.get_backend_config(linear_map.call.who.group)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-        raise CollectiveError(
-            f"{call.title} cannot communicate on rank {call.who.rank} of {call.who.size} in its group, which "
-            "was destroyed (destroy_process_group): run backward before that"
-        ) from error
+        raise RuntimeError("it was destroyed by destroy_process_group: run backward before") from error
 
 
 def _large_broadcast(x: torch.Tensor, linear_map: Map) -> Wait:
     """Start a broadcast of bytes, and check that they fill this rank's tensor, which Gloo does not."""
-    call, root = linear_map.call, linear_map.root
+    who, root = linear_map.call.who, linear_map.root
     data = x.flatten().view(torch.uint8)
-    is_root = call.who.rank == root
+    is_root = who.rank == root
     if not is_root:
         marker = torch.frombuffer(bytearray(_UNFILLED), dtype=torch.uint8)
         data = torch.empty_like(data)
         data[-8:] = marker
-    work = cast("dist.ProcessGroup", call.who.group).broadcast(data, root)
+    work = cast("dist.ProcessGroup", who.group).broadcast(data, root)
     copied = x.clone() if is_root else None  # the copy is made while the data is sent
 
     def wait() -> Tensors:
@@ -114,10 +138,7 @@ def _large_broadcast(x: torch.Tensor, linear_map: Map) -> Wait:
         if copied is not None:
             return (copied,)
         if torch.equal(data[-8:], marker):  # by chance once in 2 ** 64 times
-            raise CollectiveError(
-                f"{call.title} failed on rank {call.who.rank} of {call.who.size} in its group: rank "
-                f"{root} sent less than the {data.numel()} bytes of this rank's tensor"
-            )
+            raise RuntimeError(f"rank {root} sent less than the {data.numel()} bytes of this rank's tensor")
         return (data.view(x.dtype).view(x.shape),)
 
     return wait
@@ -246,27 +267,28 @@ _abandoned: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Wait]] = weakref.W
 class _Running:
     """What a map has started. If nobody waits for it, the next wait in its group does."""
 
-    __slots__ = ("_group", "_wait")
+    __slots__ = ("_map", "_wait")
 
     def __init__(self, wait: Wait, linear_map: Map) -> None:
         self._wait: Wait | None = wait
-        self._group = linear_map.call.who.group
+        self._map = linear_map
 
     def __call__(self) -> Tensors:
         """Wait; return what this rank received."""
         wait, self._wait = self._wait, None
         assert wait is not None
-        received = wait()
-        if _abandoned and self._group is not None:
-            for left in _abandoned.pop(self._group, []):
+        received, group = _explain(self._map, wait), self._map.call.who.group
+        if _abandoned and group is not None:
+            for left in _abandoned.pop(group, []):
                 with contextlib.suppress(RuntimeError):  # nobody's error any more
                     left()
         return received
 
     def __del__(self) -> None:
         """Leave it to others; never wait, because nobody knows when this runs."""
-        if self._wait is not None and self._group is not None:
-            _abandoned.setdefault(self._group, []).append(self._wait)
+        group = self._map.call.who.group
+        if self._wait is not None and group is not None:
+            _abandoned.setdefault(group, []).append(self._wait)
 
 
 def _start_messages(
@@ -293,36 +315,19 @@ def _start_messages(
     def receive() -> list[dist.Work]:
         return [group.recv([part], rank, tag) for part, rank, tag in receives]
 
-    def explain(error: RuntimeError) -> CollectiveError:
-        sent, expected = (
-            [0 if part is None else part.nbytes for part in parts] for parts in (outgoing, incoming)
-        )
-        return CollectiveError(
-            f"{linear_map.call.title} failed on rank {who.rank} of {who.size} in its group: {error} - It "
-            f"sent {sent} bytes to the ranks of its group and expected {expected}: a message of another "
-            "call, shape or dtype never arrives. Do all ranks call the same functions in one order, with the "
-            "same shapes, dtypes and operations? check=True tells at once"
-        )
-
-    try:
-        if any(part.nbytes > _SHORT_BYTES for part, _, _ in sends + receives):
-            # With sends first, two hosts took turns on a duplex link: 1.9 instead of 1.05 s.
-            received, sent = receive(), send()
-        else:
-            sent, received = send(), receive()
-    except RuntimeError as error:  # a peer is gone
-        raise explain(error) from error
+    if any(part.nbytes > _SHORT_BYTES for part, _, _ in sends + receives):
+        # With sends first, two hosts took turns on a duplex link: 1.9 instead of 1.05 s.
+        received, sent = receive(), send()
+    else:
+        sent, received = send(), receive()
     mine, own = incoming[who.rank], outgoing[who.rank]
     if mine is not None and own is not None and mine is not own:
         mine.copy_(own)
 
     def wait() -> Tensors:
-        try:
-            # Two exchanges of 1 MiB between two ranks took 2.5 ms, and 3.9 if receives are awaited first.
-            for work in sent + received:
-                work.wait()
-        except RuntimeError as error:
-            raise explain(error) from error
+        # Two exchanges of 1 MiB between two ranks took 2.5 ms, and 3.9 if receives are awaited first.
+        for work in sent + received:
+            work.wait()
         return finish()
 
     return wait

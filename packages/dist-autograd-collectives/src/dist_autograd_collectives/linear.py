@@ -15,7 +15,6 @@ import torch
 
 from dist_autograd_collectives import backend, transforms
 from dist_autograd_collectives.arguments import check_tensor
-from dist_autograd_collectives.backend import CollectiveError
 from dist_autograd_collectives.calls import Call, Map, Tensors, Wait
 from dist_autograd_collectives.transforms import is_batched_gradient, is_traced, outside_function_transforms
 from dist_utils.torch_compat import graph_task_id, profiler_range
@@ -52,31 +51,6 @@ def _run(tensors: Tensors, linear_map: Map) -> Tensors:
         return _begin(tensors, linear_map)()
 
 
-class _Naming:
-    """Names the collective in errors of its backward; contextlib's way takes longer than what it names."""
-
-    __slots__ = ("_map",)
-
-    def __init__(self, linear_map: Map) -> None:
-        self._map = linear_map
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None or not isinstance(error, RuntimeError):
-            return
-        start, call = "the backward of ", self._map.call
-        if isinstance(error, CollectiveError) and str(error).startswith(start):  # from a nested backward
-            return
-        raise CollectiveError(
-            f"{start}{call.title} failed on rank {call.who.rank} of {call.who.size} in its group: {error} - "
-            "If other ranks did not come to it: does every rank use its result (see connect), and does every "
-            "rank's tensor need a gradient (see anchor=True; torch.autograd.grad and backward(inputs=...) "
-            "follow only what leads to their inputs: there pass connect(tensor, input) instead)?"
-        ) from error
-
-
 def _save_something(ctx: Any, like: torch.Tensor) -> None:
     """Make a checkpoint rerun the forward on every rank, though no value is needed.
 
@@ -103,9 +77,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         ctx.saved_tensors  # noqa: B018
         # Even if this rank needs no gradient, the others wait for it.
-        with _Naming(ctx.map):
-            apply = linear if torch.is_grad_enabled() else _run
-            return None, *apply(_dense(cotangents), ctx.map.transpose())
+        apply = linear if torch.is_grad_enabled() else _run
+        return None, *apply(_dense(cotangents), ctx.map.transpose())
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> Tensors:
@@ -149,8 +122,7 @@ class _Launch(torch.autograd.Function):
     def backward(ctx: Any, token: torch.Tensor) -> Any:
         ctx.saved_tensors  # noqa: B018
         flight: Flight = ctx.flight
-        with _Naming(flight.map):
-            return None, *flight.backwards.pop(graph_task_id()).arrive(token)
+        return None, *flight.backwards.pop(graph_task_id()).arrive(token)
 
 
 class _Arrive(torch.autograd.Function):
@@ -168,8 +140,7 @@ class _Arrive(torch.autograd.Function):
         backward = Flight(flight.map.transpose())
         # One that a pass left behind, because it raised in between, is never waited for.
         flight.backwards[graph_task_id()] = backward
-        with _Naming(flight.map):
-            return None, backward.launch(_dense(cotangents))
+        return None, backward.launch(_dense(cotangents))
 
 
 def connect(loss: torch.Tensor, *outputs: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
