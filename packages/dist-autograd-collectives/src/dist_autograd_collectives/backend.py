@@ -148,7 +148,7 @@ def native(tensors: Tensors, linear_map: Map) -> Wait:
     """Start torch's own collective."""
     who = linear_map.call.who
     if linear_map.kind != "reduce" or tensors[0].dtype not in GLOO_DTYPES:
-        finish = start_traceable(join(tensors, linear_map), linear_map)
+        finish = start_traceable(join(tensors), linear_map)
         return lambda: separate(finish(), linear_map)
     total = tensors[0].clone()
     work = cast("dist.ProcessGroup", who.group).reduce(total, linear_map.root)
@@ -161,20 +161,17 @@ def native(tensors: Tensors, linear_map: Map) -> Wait:
     return wait
 
 
-def join(tensors: Tensors, linear_map: Map) -> torch.Tensor:
-    """Return all parts that a map takes in one tensor, along dimension 0; those of one shape become rows."""
-    kind, x = linear_map.kind, tensors[0]
-    if not linear_map.separate_input:
-        return x.unsqueeze(0) if linear_map.separate_output and kind != "exchange" else x
-    return concatenate(tensors) if kind == "exchange" else torch.stack(tensors)
+def join(tensors: Tensors) -> torch.Tensor:
+    """Return all parts that a map takes in one tensor, along dimension 0."""
+    return concatenate(tensors) if len(tensors) > 1 else tensors[0]
 
 
 def separate(received: torch.Tensor, linear_map: Map) -> Tensors:
     """Return the results of a map from its joined parts; the reverse of :func:`join`."""
-    kind = linear_map.kind
     if not linear_map.separate_output:
-        return (received.squeeze(0) if linear_map.separate_input and kind != "exchange" else received,)
-    return tuple(split(received, linear_map.output_splits)) if kind == "exchange" else received.unbind(0)
+        return (received,)
+    size = linear_map.call.who.size
+    return split(received, linear_map.output_splits or (received.shape[0] // size,) * size)
 
 
 def start_traceable(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tensor]:
@@ -213,21 +210,64 @@ def _start_of_common_dtype(x: torch.Tensor, linear_map: Map) -> Callable[[], tor
 
 
 def by_messages(tensors: Tensors, linear_map: Map) -> Wait:
-    """Start a map made of messages between two ranks; the receiver computes sums."""
-    who, kind, parts = linear_map.call.who, linear_map.kind, linear_map.parts_of(tensors)
-    root, everyone = (linear_map.root,), range(who.size)
-    sources = root if kind == "broadcast" else everyone
-    targets = root if kind == "reduce" else everyone
-    buffers, finish = _memory(tensors[0], parts[who.rank], linear_map)
-    sends, receives = who.rank in sources, who.rank in targets
-    outgoing = [part if sends and rank in targets else None for rank, part in enumerate(parts)]
-    incoming = [buffer if receives and rank in sources else None for rank, buffer in enumerate(buffers)]
-    return _start_messages(linear_map, outgoing, incoming, finish)
+    """Start a map made of messages between two ranks on Gloo; the receiver computes sums.
+
+    Gloo silently fills only the front of a buffer if a message is too short, and ends the process if it is
+    too long. The messages' tags identify the call, its shapes and the dtype, so that a message never meets a
+    buffer of another shape, dtype or collective, even where ranks take part in different collectives of the
+    same size: both wait for a message that does not come, and raise at the group's timeout. A length sent
+    with each message would reveal the mismatch at once, but with it small messages took 0.17 to 0.3 ms
+    instead of 0.10 (1 KiB between two ranks).
+    """
+    who, parts = linear_map.call.who, linear_map.parts_of(tensors)
+    group, own = cast("dist.ProcessGroup", who.group), parts[who.rank]
+    sources = (linear_map.root,) if linear_map.kind == "broadcast" else range(who.size)
+    targets = (linear_map.root,) if linear_map.kind == "reduce" else range(who.size)
+    buffers, finish = _memory(tensors[0], own, linear_map)
+    sends = _messages(parts, targets, 1, linear_map) if who.rank in sources else []
+    receives = _messages(buffers, sources, -1, linear_map) if who.rank in targets else []
+
+    def send() -> list[dist.Work]:
+        return [group.send([part], rank, tag) for part, rank, tag in sends]
+
+    def receive() -> list[dist.Work]:
+        return [group.recv([part], rank, tag) for part, rank, tag in receives]
+
+    if any(part.nbytes > _SHORT_BYTES for part, _, _ in sends + receives):
+        # With sends first, two hosts took turns on a duplex link: 1.9 instead of 1.05 s.
+        received, sent = receive(), send()
+    else:
+        sent, received = send(), receive()
+    if who.rank in sources and who.rank in targets and own is not buffers[who.rank]:
+        buffers[who.rank].copy_(own)
+
+    def wait() -> Tensors:
+        # Two exchanges of 1 MiB between two ranks took 2.5 ms, and 3.9 if receives are awaited first.
+        for work in sent + received:
+            work.wait()
+        return finish()
+
+    return wait
 
 
-def _memory(
-    x: torch.Tensor, own: torch.Tensor, linear_map: Map
-) -> tuple[Sequence[torch.Tensor], Callable[[], Tensors]]:
+def _messages(
+    parts: Tensors, ranks: Sequence[int], step: int, linear_map: Map
+) -> list[tuple[torch.Tensor, int, int]]:
+    """Return the messages to or from some ranks, each with its rank and its tag.
+
+    The next rank comes first, or the one before, so that not all ranks send to the same one at once.
+    """
+    call, found = linear_map.call, []
+    for distance in range(1, call.who.size):
+        rank = (call.who.rank + step * distance) % call.who.size
+        part = parts[rank]
+        if rank in ranks and part.numel():
+            names = hash_of_names(call.title, linear_map.kind, part.dtype)
+            found.append((part, rank, _TAG + hash((names, call.key, linear_map.order, part.numel())) % _TAG))
+    return found
+
+
+def _memory(x: torch.Tensor, own: torch.Tensor, linear_map: Map) -> tuple[Tensors, Callable[[], Tensors]]:
     """Return memory for what comes from each rank, and what makes the results of it.
 
     Args:
@@ -238,10 +278,7 @@ def _memory(
     kind, who = linear_map.kind, linear_map.call.who
     if kind == "broadcast":
         mine = torch.empty_like(own)
-        return [mine] * who.size, lambda: (mine,)
-    if kind == "all_gather" and linear_map.separate_output:
-        apart = tuple(torch.empty_like(x) for _ in range(who.size))
-        return apart, lambda: apart
+        return (mine,) * who.size, lambda: (mine,)
     if kind in ("all_gather", "exchange"):
         lengths = linear_map.splits(x.shape[0])[1]
         if linear_map.separate_output:
@@ -251,7 +288,7 @@ def _memory(
         return whole.split_with_sizes(lengths), lambda: (whole,)
     if kind == "reduce" and who.rank != linear_map.root:
         zeros = torch.zeros_like(own)
-        return [zeros] * who.size, lambda: (zeros,)
+        return (zeros,) * who.size, lambda: (zeros,)
     # Summed in rank order everywhere, so every rank gets the same bits. torch sums 16-bit dtypes in fp32.
     if who.size == 2:
         other = torch.empty_like(own)
@@ -289,60 +326,3 @@ class _Running:
         group = self._map.call.who.group
         if self._wait is not None and group is not None:
             _abandoned.setdefault(group, []).append(self._wait)
-
-
-def _start_messages(
-    linear_map: Map,
-    outgoing: Sequence[torch.Tensor | None],
-    incoming: Sequence[torch.Tensor | None],
-    finish: Callable[[], Tensors],
-) -> Wait:
-    """Start messages of a map on Gloo, under a tag that identifies the call, its shapes and the dtype.
-
-    Gloo silently fills only the front of a buffer if a message is too short, and ends the process if it is
-    too long. With these tags a message never meets a buffer of another shape, dtype or collective, even where
-    ranks take part in different collectives of the same size: both wait for a message that does not come, and
-    raise at the group's timeout. A length sent with each message would reveal the mismatch at once, but with
-    it small messages took 0.17 to 0.3 ms instead of 0.10 (1 KiB between two ranks).
-    """
-    who = linear_map.call.who
-    group = cast("dist.ProcessGroup", who.group)
-    sends, receives = _messages(outgoing, 1, linear_map), _messages(incoming, -1, linear_map)
-
-    def send() -> list[dist.Work]:
-        return [group.send([part], rank, tag) for part, rank, tag in sends]
-
-    def receive() -> list[dist.Work]:
-        return [group.recv([part], rank, tag) for part, rank, tag in receives]
-
-    if any(part.nbytes > _SHORT_BYTES for part, _, _ in sends + receives):
-        # With sends first, two hosts took turns on a duplex link: 1.9 instead of 1.05 s.
-        received, sent = receive(), send()
-    else:
-        sent, received = send(), receive()
-    mine, own = incoming[who.rank], outgoing[who.rank]
-    if mine is not None and own is not None and mine is not own:
-        mine.copy_(own)
-
-    def wait() -> Tensors:
-        # Two exchanges of 1 MiB between two ranks took 2.5 ms, and 3.9 if receives are awaited first.
-        for work in sent + received:
-            work.wait()
-        return finish()
-
-    return wait
-
-
-def _messages(
-    parts: Sequence[torch.Tensor | None], step: int, linear_map: Map
-) -> list[tuple[torch.Tensor, int, int]]:
-    """Return the messages, each with its other rank and its tag: the next rank first, or the one before."""
-    call, order = linear_map.call, linear_map.order
-    key, found = call.key, []
-    for distance in range(1, call.who.size):  # so that not all ranks send to the same one at once
-        rank = (call.who.rank + step * distance) % call.who.size
-        part = parts[rank]
-        if part is not None and part.numel():
-            names = hash_of_names(call.title, linear_map.kind, part.dtype)
-            found.append((part, rank, _TAG + hash((names, key, order, part.numel())) % _TAG))
-    return found

@@ -112,8 +112,8 @@ class Map(NamedTuple):
         input_splits: For an exchange: the lengths along dimension 0 of the parts for each rank. Empty if they
             are equal.
         output_splits: Likewise, from each rank.
-        separate_input: Whether the parts for W ranks are W tensors, instead of one after the other along
-            dimension 0 of one.
+        separate_input: Whether the parts for W ranks are W tensors, instead of one after the other in one.
+            Parts lie along dimension 0.
         separate_output: Likewise, those from W ranks.
         alone: Whether a sum has the summand of this rank only, and so needs no communication.
         order: How often it was transposed: 1 in a first backward, 2 in the backward of that, and so on.

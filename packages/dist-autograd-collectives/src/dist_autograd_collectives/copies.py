@@ -85,8 +85,12 @@ def all_gather(
     """
     who = members(group, grad)
     tensor = arguments.check_tensor("tensor", tensor)
-    call, tensors = prepare("all_gather", who, [tensor], anchor, check, grad=grad)
-    return step(Map("all_gather", call, separate_output=True), tensors, lambda *parts: parts)
+    call, (tensor,) = prepare("all_gather", who, [tensor], anchor, check, grad=grad)
+
+    def receive(*parts: torch.Tensor) -> Tensors:
+        return tuple(part.view(tensor.shape) for part in parts)
+
+    return step(Map("all_gather", call, separate_output=True), [tensor.flatten()], receive)
 
 
 @collective

@@ -29,9 +29,9 @@ def concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.unsqueeze(0) for tensor in tensors], 1).squeeze(0)
 
 
-def split(joined: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+def split(joined: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, ...]:
     """Return the tensors that were concatenated."""
-    return [part.squeeze(0) for part in torch.split(joined.unsqueeze(0), list(lengths), 1)]
+    return tuple(part.squeeze(0) for part in torch.split(joined.unsqueeze(0), list(lengths), 1))
 
 
 def pieces(joined: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:

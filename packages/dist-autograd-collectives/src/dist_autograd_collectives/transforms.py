@@ -38,8 +38,7 @@ def is_recorded() -> bool:
     """Return whether what runs now becomes part of a graph: of ``torch.compile``, or of ``make_fx``."""
     if torch.compiler.is_compiling():
         return True
-    modes = private("torch._C", "_len_torch_dispatch_stack", "collectives in recorded graphs")()
-    return modes > 0 and get_proxy_mode() is not None
+    return get_proxy_mode() is not None
 
 
 def is_traced() -> bool:
@@ -70,7 +69,7 @@ def is_batched_gradient(tensor: torch.Tensor) -> bool:
 
 def apply(tensors: Tensors, linear_map: Map) -> Tensors:
     """Apply a linear map by the operator, which takes and returns one tensor: separate parts are joined."""
-    received = _operator(backend.join(tensors, linear_map), *_arguments(linear_map))
+    received = _operator(backend.join(tensors), *_arguments(linear_map))
     return backend.separate(received, linear_map)
 
 
