@@ -12,7 +12,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, cast
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -241,25 +241,16 @@ class Handle(Generic[T]):
     """A running collective, returned by :func:`start`."""
 
     def __init__(self, first: Step[T]) -> None:
-        self._title = first.map.call.title
-        self._then = first.then
-        self._arrive: Callable[[], Tensors]
+        self._title, self._then = first.map.call.title, first.then
         self._result: list[T] = []
         self._error: Exception | None = None
         self._with_gradients = torch.is_grad_enabled()
         self._loses_gradients = not self._with_gradients and any(x.requires_grad for x in first.tensors)
         if is_traced():
-            arrived = linear(first.tensors, first.map)
-            self._arrive = lambda: arrived
+            self._result.append(_complete(first.then(*linear(first.tensors, first.map))))
         else:
-            flight = Flight(first.map)
-            token = flight.launch(first.tensors)
-            self._arrive = lambda: flight.arrive(token)
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise TypeError(
-            f"a handle of {self._title} cannot be copied: it belongs to a collective that is running"
-        )
+            self._flight = Flight(first.map)
+            self._token = self._flight.launch(first.tensors)
 
     def wait(self) -> T:
         """Wait for the result and return it, the same one every time.
@@ -290,15 +281,13 @@ class Handle(Generic[T]):
 
     def _finish(self) -> T:
         """Return the result, in the modes of the start; a checkpoint around it does not see what it saves."""
-        if is_traced():
-            return _complete(self._then(*self._arrive()))
         with (
             torch.inference_mode(mode=False),
             torch.set_grad_enabled(self._with_gradients),
             saved_tensors_hooks(identity, identity),
             _without_autocast(),
         ):
-            return _complete(self._then(*self._arrive()))
+            return _complete(self._then(*self._flight.arrive(self._token)))
 
 
 def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.distributed import ReduceOp
@@ -37,7 +37,9 @@ class Reduction(NamedTuple):
         Raises:
             TypeError: ``op`` is not a reduce operation, or does not work on the tensor's dtype.
         """
-        name = _name(op)
+        name = op.upper() if isinstance(op, str) else op.name if isinstance(op, ReduceOp.RedOpType) else ""
+        if name not in _NAMES:
+            raise TypeError(f"op must be a ReduceOp or one of {', '.join(_NAMES)} as a string, got {op!r}")
         if name in _BITWISE and _has_fractions(tensor):
             raise TypeError(f"{name} has no meaning for {tensor.dtype}, and no gradient")
         if name in ("MAX", "MIN") and tensor.is_complex():
@@ -87,20 +89,6 @@ class Reduction(NamedTuple):
         share = invalid.sum(0).clamp(min=1).to(stacked.dtype)
         from_invalid = torch.where(invalid, stacked, 0).sum(0, dtype=dtype) / share
         return torch.where(anywhere, from_invalid, extremum(torch.where(anywhere, 0, stacked), 0))
-
-
-def _name(op: object) -> str:
-    """Return the name in torch's spelling; raises if it is no operation."""
-    # An object around one of the operations, which compares as that one. The operations are instances, too.
-    if isinstance(op, ReduceOp) and not isinstance(op, ReduceOp.RedOpType):
-        wrapped: Any = op
-        op = next(kind for kind in ReduceOp.RedOpType.__members__.values() if wrapped == kind)
-    name = op.upper() if isinstance(op, str) else op.name if isinstance(op, ReduceOp.RedOpType) else ""
-    if name == "PREMUL_SUM":
-        raise TypeError("op is PREMUL_SUM: multiply the tensor by its factor, and take SUM")
-    if name not in _NAMES:
-        raise TypeError(f"op must be a ReduceOp or one of {', '.join(_NAMES)} as a string, got {op!r}")
-    return name
 
 
 def _share(tensor: torch.Tensor, size: int) -> torch.Tensor:
