@@ -38,7 +38,6 @@ GOOD = {
 }
 BAD = [
     ("scatter", ([torch.ones(2), torch.ones(3)], 0), {}),
-    ("scatter", (LIST, 0), {"like": torch.ones(2)}),
     ("scatter", (LIST, 1), {}),
     ("scatter", (LIST, 0), {"anchor": LIST[0]}),
     ("all_to_all", ([torch.zeros(2)] * 3, LIST), {}),

@@ -97,8 +97,7 @@ def choose(inputs: Tensors, linear_map: Map) -> Wait:
     if linear_map.kind == "broadcast" and not is_small:
         return _large_broadcast(x, linear_map)
     # Two ranks exchange as many bytes in a ring, in two rounds.
-    sums_of_gloo = size > 2 and not is_small and x.dtype in GLOO_DTYPES
-    if sums_of_gloo and linear_map.kind in ("all_reduce", "reduce"):
+    if linear_map.kind in ("all_reduce", "reduce") and size > 2 and not is_small and x.dtype in GLOO_DTYPES:
         return native(inputs, linear_map)
     return by_messages(inputs, linear_map)
 

@@ -69,9 +69,8 @@ def prepare(
     if uneven_dim is not None:
         forms = [(*form[:uneven_dim], -1, *form[uneven_dim + 1 :]) for form in forms]
     if isinstance(check, Comparison) and not recorded:
-        # One form stands for all tensors of a list.
-        needs = [tensor.requires_grad for tensor in tensors] if shape is None else [_any_needs(tensors)]
-        described = [_description(*each) for each in zip(tensors, forms, needs, strict=False)]
+        needs = any(tensor.requires_grad for tensor in tensors)  # then backward runs, for all of them
+        described = [_description(*pair, needs) for pair in zip(tensors, forms, strict=False)]
         check.require_same(who, TensorClaim([("", one) for one in described], f"{title}{terms}, {grad}"))
         if splits is not None:
             _compare_splits(who, *splits)
@@ -94,10 +93,6 @@ def _anchor(tensors: Sequence[torch.Tensor], anchor: bool) -> list[torch.Tensor]
         else tensor
         for tensor in tensors
     ]
-
-
-def _any_needs(tensors: Sequence[torch.Tensor]) -> bool:
-    return any(tensor.requires_grad for tensor in tensors)
 
 
 def _description(tensor: torch.Tensor, form: Sequence[int], requires_grad: bool) -> str:

@@ -298,18 +298,15 @@ def all_gather_cat(
         uneven_dim=None if sizes is None else dim,
     )
     rows, gather = tensor.movedim(dim, 0), Map("all_gather", call)
-
-    def move_back(whole: torch.Tensor) -> torch.Tensor:
-        return whole.movedim(0, dim)
-
     if sizes is None:
-        return step(gather, [rows], move_back)
+        return step(gather, [rows], lambda whole: torch.movedim(whole, 0, dim))
     lengths = lengths or exchange_lengths([rows.shape[0]] * who.size, tensor, call)
     longest = max(lengths)
 
     def unpad(whole: torch.Tensor) -> torch.Tensor:
         parts = whole.view(who.size, longest, *whole.shape[1:]).unbind(0)
-        return move_back(torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]))
+        found = [part[:length] for part, length in zip(parts, lengths, strict=True)]
+        return torch.cat(found).movedim(0, dim)
 
     return step(gather, [pad(rows, longest)], unpad)
 
@@ -350,13 +347,8 @@ def all_gather_stack(
     who = members(group, grad)
     row = arguments.check_tensor("tensor", tensor).unsqueeze(0)
     dim = arguments.dimension(row.ndim, dim)
-    terms = f", {dim}"
-    call, rows = prepare("all_gather_stack", who, [row], anchor, check, terms=terms, grad=grad)
-
-    def move_back(stack: torch.Tensor) -> torch.Tensor:
-        return stack.movedim(0, dim)
-
-    return step(Map("all_gather", call), rows, move_back)
+    call, rows = prepare("all_gather_stack", who, [row], anchor, check, terms=f", {dim}", grad=grad)
+    return step(Map("all_gather", call), rows, lambda stack: torch.movedim(stack, 0, dim))
 
 
 @collective

@@ -230,7 +230,7 @@ def reduce_scatter_dim(
     call, (tensor,) = prepare(title, who, [tensor], anchor, check, terms=terms)
     longest, mine = max(lengths), lengths[who.rank]
     rows = tensor.movedim(dim, 0)
-    if len(set(lengths)) > 1:
+    if min(lengths) < longest:
         rows = concatenate([pad(part, longest) for part in torch.split(rows, list(lengths))])
     return _reduce_for_each([rows], call, reduction, lambda part: part[:mine].movedim(0, dim))
 
