@@ -257,11 +257,11 @@ def _messages(
     The next rank comes first, or the one before, so that not all ranks send to the same one at once.
     """
     call, found = linear_map.call, []
+    names = hash_of_names(call.title, linear_map.kind, parts[0].dtype)
     for distance in range(1, call.who.size):
         rank = (call.who.rank + step * distance) % call.who.size
         part = parts[rank]
         if rank in ranks and part.numel():
-            names = hash_of_names(call.title, linear_map.kind, part.dtype)
             found.append((part, rank, _TAG + hash((names, call.key, linear_map.order, part.numel())) % _TAG))
     return found
 

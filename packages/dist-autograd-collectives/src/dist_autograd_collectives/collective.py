@@ -197,11 +197,11 @@ def collective(function: Callable[P, T]) -> Callable[P, T]:
         if not check:
             return function(*args, **kwargs)
         comparison = Comparison()
-        given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}  # not checked yet
         try:
             return function(*args, **{**kwargs, "check": comparison})  # type: ignore[arg-type]
         except Exception as problem:
             if comparison.is_due:
+                given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
                 comparison.tell(problem, given.get("group"))
             raise
 

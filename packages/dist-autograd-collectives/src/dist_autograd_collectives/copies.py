@@ -287,15 +287,10 @@ def all_gather_cat(
     tensor = arguments.check_tensor("tensor", tensor)
     dim = arguments.dimension(tensor.ndim, dim)
     lengths = arguments.known_sizes("sizes", tensor.shape[dim], sizes, who)
+    terms = f", {dim}, {sizes if sizes is None else list(lengths) or sizes}"
+    uneven = None if sizes is None else dim
     call, (tensor,) = prepare(
-        "all_gather_cat",
-        who,
-        [tensor],
-        anchor,
-        check,
-        terms=f", {dim}, {sizes if sizes is None else list(lengths) or sizes}",
-        grad=grad,
-        uneven_dim=None if sizes is None else dim,
+        "all_gather_cat", who, [tensor], anchor, check, terms=terms, grad=grad, uneven_dim=uneven
     )
     rows, gather = tensor.movedim(dim, 0), Map("all_gather", call)
     if sizes is None:

@@ -178,15 +178,10 @@ def all_to_all_dim(
         return [[*kept[:place], length, *kept[place + 1 :]] for length in received]
 
     cut = f", {list(lengths)}" if place else ""
+    terms = f", {split_dim}, {cat_dim}{cut}{'' if known else ', auto'}"
+    splits = (outgoing, list(map(math.prod, shapes_of_parts(known)))) if known else None
     call, (tensor,) = prepare(
-        "all_to_all_dim",
-        who,
-        [tensor],
-        anchor,
-        check,
-        terms=f", {split_dim}, {cat_dim}{cut}{'' if known else ', auto'}",
-        uneven_dim=cat_dim,
-        splits=(outgoing, list(map(math.prod, shapes_of_parts(known)))) if known else None,
+        "all_to_all_dim", who, [tensor], anchor, check, terms=terms, uneven_dim=cat_dim, splits=splits
     )
     received = known or exchange_lengths((kept[place],) * who.size if place else lengths, tensor, call)
     shapes = shapes_of_parts(received)
