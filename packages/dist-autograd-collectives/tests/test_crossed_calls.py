@@ -62,17 +62,13 @@ def _orders(rank, group):
 
 CROSSED = {
     "lengths, all_reduce": lambda r, g: dac.all_reduce(_length(r), group=g),
-    "lengths, all_reduce max": lambda r, g: dac.all_reduce(_length(r), "max", g),
     "lengths, large sum": lambda r, g: dac.all_reduce(torch.ones(50_000 + r), group=g),
     "lengths, broadcast": lambda r, g: dac.broadcast(_length(r), 1, g),
-    "lengths, all_gather": lambda r, g: dac.all_gather(_length(r), g),
     "lengths, gather": lambda r, g: dac.gather(_length(r), 0, g),
     "lengths, scatter": lambda r, g: dac.scatter([_length(r)] * 2, 1, g, like=_length(r)),
     "lengths, all_to_all_dim": lambda r, g: dac.all_to_all_dim(_length(r), 0, 0, group=g),
     "lengths, reduce_scatter_dim": lambda r, g: dac.reduce_scatter_dim(_length(r), group=g),
     "ones, all_reduce": lambda r, g: dac.all_reduce(_shapes(r), group=g),
-    "ones, all_gather_base": lambda r, g: dac.all_gather_base(torch.empty(12), _shapes(r), g),
-    "ones, coalesced": lambda r, g: dac.all_reduce_coalesced([_shapes(r)], group=g),
     "order of dimensions": lambda r, g: dac.broadcast(torch.ones((2, 3) if r else (3, 2)), 1, g),
     "dtypes": lambda r, g: dac.all_reduce(torch.ones(4, dtype=torch.int32 if r else None), group=g),
     "dtypes of means": lambda r, g: dac.all_reduce(_integers(r), "avg", g),
