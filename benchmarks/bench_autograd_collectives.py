@@ -79,7 +79,6 @@ def calls_of(x: torch.Tensor, size: int) -> dict[str, Call]:
             torch.empty_like(x), x
         )
     # PyTorch has nothing that takes as little memory: no buffer, no list.
-    found["scatter / ours, like="] = lambda: dac.scatter(list(parts.unbind(0)), 0, like=own)
     found["all_gather / ours, all_gather_stack"] = lambda: dac.all_gather_stack(x)
     found["reduce_scatter / ours, reduce_scatter_dim"] = lambda: dac.reduce_scatter_dim(x)
     found["all_to_all_single / ours, all_to_all_dim"] = lambda: dac.all_to_all_dim(x, 0, 0)

@@ -35,7 +35,7 @@ def _overlap():
 
 
 USES = {  # by the name, a function that needs it, of each package
-    "torch._C._len_torch_dispatch_stack": lambda: dac.all_reduce(torch.ones(2)),
+    "torch._C._are_functorch_transforms_active": lambda: dac.all_reduce(torch.ones(2)),
     "torch._C._functorch.is_functorch_wrapped_tensor": lambda: all_reduce(torch.ones(2)),
     "torch.distributed.fsdp.FSDPModule.set_all_reduce_hook": lambda: quantize_all_reduce(
         torch.nn.Linear(2, 2), QuantizedAllreduceState()

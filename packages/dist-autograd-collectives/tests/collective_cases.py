@@ -98,15 +98,14 @@ def _gather(root):
     return Case(call=lambda x, group, ranks: list(dac.gather(x, ranks[root], group)), simulate=simulate)
 
 
-def _scatter(root, receivers, run=_at_once):
+def _scatter(root, run=_at_once, *, lists):
     def call(x, group, ranks):
-        mine = ranks.index(dist.get_rank())
-        is_source = mine == root % len(ranks)
-        entries = _entries(x, len(ranks)) if is_source or receivers == "list" else None
-        return [run(dac.scatter, entries, ranks[root], group, anchor=receivers is None)]
+        is_source = ranks.index(dist.get_rank()) == root % len(ranks)
+        entries, like = (_entries(x, len(ranks)), None) if is_source or lists else (None, x)
+        return [run(dac.scatter, entries, ranks[root], group, like=like, anchor=not lists)]
 
     simulate = lambda xs: [[entry] for entry in _entries(xs[root], len(xs))]  # noqa: E731
-    return Case(call, simulate, second_order=receivers == "list")
+    return Case(call, simulate, second_order=lists)
 
 
 def _all_gather(run=_at_once):
@@ -268,8 +267,8 @@ CASES = {
     ),
     "gather first": _gather(0),
     "gather last": _gather(LAST),
-    "scatter first": _scatter(0, "list"),
-    "scatter last, None elsewhere": _scatter(LAST, None),
+    "scatter first": _scatter(0, lists=True),
+    "scatter last, None elsewhere": _scatter(LAST, lists=False),
     "all_gather": _all_gather(),
     "all_gather_base": Case(
         lambda x, group, ranks: [dac.all_gather_base(x.new_empty(len(ranks) * x.numel()), x, group)],
@@ -326,7 +325,7 @@ CASES = {
     "started all_reduce MAX": _all_reduce("MAX", _start_and_wait),
     "started all_gather": _all_gather(_start_and_wait),
     "started reduce SUM": _reduce("SUM", LAST, _start_and_wait),
-    "started scatter last, None elsewhere": _scatter(LAST, None, _start_and_wait),
+    "started scatter last, None elsewhere": _scatter(LAST, _start_and_wait, lists=False),
     "started all_to_all_dim": _all_to_all_dim(_start_and_wait),
 }
 

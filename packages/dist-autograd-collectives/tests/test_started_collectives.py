@@ -136,26 +136,16 @@ def test_an_error_of_a_handle_is_raised_again_and_holds_nothing():
 
 
 def _several(rank):
-    """Second order, a retained graph, and several running at once."""
-    x = torch.tensor([1.0 + rank, 2.0], dtype=torch.float64, requires_grad=True)
+    """Two run at once and are waited for in another order; their graph is kept for a second backward."""
+    x = torch.tensor([1.0 + rank, 2.0], requires_grad=True)
     handles = [dac.start(dac.all_reduce, k * x) for k in (1, 2)]
-    first, second = handles[1].wait(), handles[0].wait()  # in any order
-    value = (first**3 + second).sum()
-    (gradient,) = torch.autograd.grad(value, x, create_graph=True)
-    (hessian_row,) = torch.autograd.grad(gradient.sum(), x, retain_graph=True)
-    (again,) = torch.autograd.grad(value, x)
-    return [found.tolist() for found in (gradient, again, hessian_row)]
+    value = (handles[1].wait() ** 2 + handles[0].wait()).sum()
+    return [torch.autograd.grad(value, x, retain_graph=True)[0].tolist() for _ in range(2)]
 
 
-def test_started_collectives_have_every_gradient():
-    xs = [torch.tensor([1.0 + rank, 2.0], dtype=torch.float64, requires_grad=True) for rank in range(2)]
-    total = sum(xs)
-    value = 2 * ((2 * total) ** 3 + total).sum()  # the loss of both ranks
-    first = torch.autograd.grad(value, xs, create_graph=True)
-    second = torch.autograd.grad(sum(gradient.sum() for gradient in first), xs)
-    for rank, (gradient, again, row) in enumerate(run_ranks(_several, 2)):
-        assert gradient == again == pytest.approx(first[rank].tolist(), rel=1e-12)
-        assert row == pytest.approx(second[rank].tolist(), rel=1e-12)
+def test_several_started_collectives_have_their_gradients_in_any_order():
+    # The sums are 3 and 4; of both ranks' losses (2 s)^2 + s.
+    assert run_ranks(_several, 2) == [[[50, 66]] * 2] * 2
 
 
 def _modes(rank):
@@ -180,10 +170,6 @@ def _modes(rank):
         handle.wait()
     with torch.no_grad():
         seen["stays usable"] = handle.wait().tolist()
-    # Without like= a description is sent, which is read once.
-    parts = [torch.full((3,), float(index)) for index in range(2)]
-    handle = dac.start(dac.scatter, parts if rank == 0 else None, 0)
-    seen["scatter"] = (handle.wait() is handle.wait(), handle.wait().tolist() == parts[rank].tolist())
     return seen
 
 
@@ -196,7 +182,6 @@ def test_a_result_is_the_same_wherever_it_is_waited_for_with_its_gradient():
             "gradient": [12, 12],
             "started in inference": [3, 3],
             "stays usable": [3, 3],
-            "scatter": (True, True),
         }
 
 

@@ -147,11 +147,9 @@ def _plain_leaf_grad(function, x):
 
 
 def _around_graphs(rank):
-    x, large = _input(rank, 4, 3), torch.arange(50_001.0) + rank
+    x = _input(rank, 4, 3)
     mapped, hessian = torch.func.vmap(_cubed)(x), torch.func.hessian(lambda x: _cubed(x).sum())
     broken = lambda x: torch.func.vmap(_cubed)(torch._dynamo.graph_break() or x)  # noqa: E731
-    root = _compiled(lambda x: dac.reduce(x, 1))(large)
-    gather = lambda x: dac.all_gather_cat(x[: 1 + rank], sizes=[1, 2]) ** 2  # noqa: E731
     return {
         "forward mode": _largest_error(_compiled(_dual), x, _dual(x)),
         "forward mode is right": _largest_error(_dual, x, _plain_tangent(_cubed)(x)),
@@ -165,8 +163,6 @@ def _around_graphs(rank):
             x,
             _plain_leaf_grad(_plain_grad(dac.all_reduce), x),
         ),
-        "a large sum for one rank": (root - (2 * torch.arange(50_001.0) + 1) * rank).abs().max().item(),
-        "uneven": _largest_error(_compiled(_grad(gather)), x, _plain_grad(gather)(x)),
     }
 
 
@@ -192,14 +188,12 @@ def _counted(rank):
 
 
 def test_each_collective_is_in_the_graph_once():
-    # torch 2.6 sends for a MIN again in backward instead of keeping what it received.
-    exchanges = 2 if torch.__version__ < "2.7" else 1
     for found in run_ranks(_counted, 2, timeout=120):
         assert found == {
             "all_reduce": [["all_reduce"], ["all_reduce"]],
             "all_gather": [["all_gather_into_tensor"], ["reduce_scatter_tensor"]],
             "broadcast": [["broadcast"], ["all_reduce"]],
-            "reduce_scatter_dim min": [["all_to_all_single"], ["all_to_all_single"] * exchanges],
+            "reduce_scatter_dim min": [["all_to_all_single"], ["all_to_all_single"]],
         }
 
 
@@ -321,13 +315,9 @@ def test_a_recorded_graph_communicates_and_so_does_the_next_call(length, names):
 
 def _refused(rank):
     """What needs shapes that only another rank knows has no graph; nothing is sent."""
-    for call, text in (
-        (lambda x: dac.scatter(None, 1 - rank), "every rank needs a list, or like="),
-        (lambda x: dac.all_reduce(x, anchor=True), "anchor=True works neither"),
-    ):
-        for transform in (make_fx, torch.func.vmap):
-            with pytest.raises(ValueError, match=text):
-                transform(call)(torch.ones(2, 2))
+    for transform in (make_fx, torch.func.vmap):
+        with pytest.raises(ValueError, match="anchor=True works neither"):
+            transform(lambda x: dac.all_reduce(x, anchor=True))(torch.ones(2, 2))
     with pytest.raises(ValueError, match="'auto' cannot be traced"):
         make_fx(lambda x: dac.all_gather_cat(x, sizes="auto"))(torch.ones(2))
     return dac.all_reduce(torch.ones(1)).item()

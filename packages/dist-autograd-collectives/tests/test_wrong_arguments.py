@@ -1,7 +1,5 @@
 """What a rank can know alone is refused there, before anything is sent."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,11 +19,10 @@ REFUSED = [
     (ValueError, "give either dst or group_dst", lambda: dac.reduce(X)),
     (ValueError, "group_dst 3 is out of range for a group of 3 ranks", lambda: dac.gather(X, group_dst=3)),
     (ValueError, "grad must be 'sum' or 'replicated', got 'mean'", lambda: dac.all_reduce(X, grad="mean")),
-    (ValueError, "'mean'", lambda: dac.permute(X, [(0, 1)], grad="mean")),
     (TypeError, "anchor must be True or False", lambda: dac.all_reduce(X, anchor=X)),
-    (TypeError, "multiply the tensor by its factor", lambda: dac.all_reduce(X, dist.ReduceOp.PREMUL_SUM)),
+    (TypeError, "op must be a ReduceOp", lambda: dac.all_reduce(X, dist.ReduceOp.PREMUL_SUM)),
     (TypeError, "check must be True, False or None", lambda: dac.all_reduce(X, check="no")),
-    (TypeError, "a tensor, got None", lambda: dac.all_reduce(None)),
+    (TypeError, "a tensor, got NoneType", lambda: dac.all_reduce(None)),
     (TypeError, "must be a list or tuple of tensors", lambda: dac.reduce_scatter(X, X)),
     (ValueError, "must have 3 tensors", lambda: dac.reduce_scatter(X, [X])),
     (ValueError, r"\(3,\)", lambda: dac.reduce_scatter(X, [X, X, torch.ones(3)])),
@@ -36,14 +33,12 @@ REFUSED = [
     (ValueError, "cannot be split into 3 equal parts", lambda: dac.all_to_all_single(X, X)),
     (TypeError, "must be integers", lambda: dac.all_to_all_single(X, X, [1.0, 0, 1], [1, 0, 1])),
     (ValueError, "of 3 numbers|3 tensors", lambda: dac.scatter([X, X], dist.get_rank())),
-    (ValueError, "the source needs a list of 3 tensors", lambda: dac.scatter(None, dist.get_rank())),
+    (ValueError, "list of 3 tensors, other ranks a list or like=", lambda: dac.scatter(None, 0)),
     (IndexError, "dim 1 is out of range for a tensor of 1 dim", lambda: dac.all_gather_cat(X, 1)),
     (IndexError, "of 0 dimensions", lambda: dac.all_gather_cat(X.sum())),
     (ValueError, r"sizes must be 3 lengths, got \[2, 2\]", lambda: dac.all_gather_cat(X, sizes=[2, 2])),
-    (ValueError, "3 lengths, got 'Auto'", lambda: dac.all_gather_cat(X, sizes="Auto")),
+    (TypeError, "integers, got 'Auto'", lambda: dac.all_gather_cat(X, sizes="Auto")),
     (ValueError, "say 1 for rank ., which has 2", lambda: dac.all_gather_cat(X, sizes=[1, 1, 1])),
-    (ValueError, "into 3 equal parts", lambda: dac.reduce_scatter_dim(X)),
-    (ValueError, "3 numbers that add up to 2", lambda: dac.reduce_scatter_dim(X, sizes=[1, 1, 1])),
     (ValueError, "which has 2", lambda: dac.all_to_all_dim(torch.ones(3, 2), 0, 1, output_sizes=[1, 1, 1])),
     (ValueError, "each source in perm must be another", lambda: dac.permute(X, [(0, 1), (0, 2)])),
     (ValueError, "each destination in perm", lambda: dac.permute(X, [(0, 3)])),
@@ -51,7 +46,7 @@ REFUSED = [
     (ValueError, "torch.float64", lambda: dac.all_reduce_coalesced([X, X.double()])),
     (ValueError, "got none", lambda: dac.all_gather_cat_coalesced([])),
     (TypeError, "start takes a collective of this package", lambda: dac.start(torch.add, 1, 2)),
-    (TypeError, "each output must be a tensor, got a int", lambda: dac.connect(X.sum(), 3)),
+    (TypeError, "each output must be a tensor, got int", lambda: dac.connect(X.sum(), 3)),
 ]
 
 
@@ -104,8 +99,6 @@ def _kinds(rank):
     for tensor, text in kinds if rank else []:
         with pytest.raises(TypeError, match=text):
             dac.all_reduce(tensor)
-    with pytest.raises(TypeError, match=r"a handle of all_reduce\(SUM\) cannot be copied"):
-        copy.deepcopy(handle)
     for call in (dac.all_reduce, lambda x: dac.scatter([x, x], 0)):
         freed = torch.ones(80_000)
         free_storage(freed)

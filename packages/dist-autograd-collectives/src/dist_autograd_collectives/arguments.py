@@ -23,7 +23,7 @@ def check_tensor(label: str, given: Any) -> torch.Tensor:
     A subclass of users, whose methods may do anything, becomes a plain tensor.
     """
     if not isinstance(given, torch.Tensor):
-        raise TypeError(f"{label} must be a tensor, got {_type_name(given)}")
+        raise TypeError(f"{label} must be a tensor, got {type(given).__name__}")
     traced = is_traced()
     tensor = given if traced or type(given) in (torch.Tensor, torch.nn.Parameter) else _plain(label, given)
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
@@ -52,7 +52,7 @@ def _plain(label: str, given: torch.Tensor) -> torch.Tensor:
 def tensor_list(label: str, given: Any) -> list[torch.Tensor]:
     """Return a list of dense tensors; raises if it is anything else."""
     if not isinstance(given, (list, tuple)):
-        raise TypeError(f"{label} must be a list or tuple of tensors, got {_type_name(given)}")
+        raise TypeError(f"{label} must be a list or tuple of tensors, got {type(given).__name__}")
     return [check_tensor(f"{label}[{index}]", entry) for index, entry in enumerate(given)]
 
 
@@ -91,9 +91,8 @@ def check_buffer(label: str, buffer: torch.Tensor, like: torch.Tensor) -> None:
         raise ValueError(
             f"{label} is {buffer.dtype} on {buffer.device}, the result {like.dtype} on {like.device}"
         )
-    if buffer.is_contiguous():
-        return
-    if any(stride == 0 and length > 1 for stride, length in zip(buffer.stride(), buffer.shape, strict=True)):
+    strides = zip(buffer.stride(), buffer.shape, strict=True)
+    if not buffer.is_contiguous() and any(stride == 0 and length > 1 for stride, length in strides):
         raise ValueError(f"{label} is expanded: several of its elements share one place in memory")
 
 
@@ -148,9 +147,7 @@ def known_sizes(label: str, own: int, sizes: Sizes, who: Members) -> tuple[int, 
     """Return W lengths, empty if the ranks must be asked; raises if they do not fit this rank's own."""
     if sizes is None:
         return (own,) * who.size
-    if isinstance(sizes, str):
-        if sizes != "auto":
-            raise ValueError(f"{label} must be None, 'auto' or {who.size} lengths, got {sizes!r}")
+    if isinstance(sizes, str) and sizes == "auto":
         if is_recorded():
             raise ValueError(
                 f"{label}='auto' cannot be traced by torch.compile: only other ranks know the shapes"
@@ -171,7 +168,3 @@ def check_own_part(outgoing: Sequence[int], incoming: Sequence[int], who: Member
             f"rank {who.rank} of the group keeps {outgoing[who.rank]} of its input, and its output has "
             f"{incoming[who.rank]} for that"
         )
-
-
-def _type_name(given: Any) -> str:
-    return "None" if given is None else f"a {type(given).__name__}"

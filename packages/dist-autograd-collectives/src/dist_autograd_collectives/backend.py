@@ -15,24 +15,32 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from dist_autograd_collectives.calls import Map, Tensors, Wait, hash_of_names
-from dist_autograd_collectives.reductions import (
-    GLOO_DTYPES,
-    sum_of_rows,
-    sum_of_two,
-    zeros_after,
-)
+from dist_autograd_collectives.parts import concatenate, pad, split
+from dist_autograd_collectives.reductions import GLOO_DTYPES, sum_of_rows, sum_of_two
 from dist_utils.torch_compat import start_traceable_collective
+
+T = TypeVar("T")
 
 
 class CollectiveError(RuntimeError):
     """A collective failed; in backward mostly because other ranks never reached it."""
 
+
+_HINT = (
+    "Do all ranks call the same functions in one order, with the same shapes, dtypes and operations? "
+    "check=True tells at once"
+)
+_HINT_IN_BACKWARD = (
+    f"{_HINT}. Does every rank use the result (see connect), and does every rank's tensor need a gradient "
+    "(see anchor=True; torch.autograd.grad and backward(inputs=...) follow only what leads to their inputs: "
+    "there pass connect(tensor, input) instead)?"
+)
 
 _SHORT_BYTES = 64 << 10
 """Up to this size every rank's tensor is sent to where a sum is needed; larger ones go in Gloo's ring.
@@ -61,7 +69,23 @@ def begin(tensors: Tensors, linear_map: Map) -> Wait:
     if not linear_map.needs_others:
         results = local_result(inputs, linear_map)
         return lambda: results
-    return _Running(choose(inputs, linear_map), linear_map)
+    return _Running(_explain(linear_map, lambda: choose(inputs, linear_map)), linear_map)
+
+
+def _explain(linear_map: Map, act: Callable[[], T]) -> T:
+    """Return what a part of a map returns; an error names the function and this rank."""
+    try:
+        return act()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        call, who = linear_map.call, linear_map.call.who
+        what, hint = call.title, _HINT
+        if linear_map.order:
+            what, hint = f"the backward of {call.title}", _HINT_IN_BACKWARD
+        raise CollectiveError(
+            f"{what} failed on rank {who.rank} of {who.size} in its group: {error} - {hint}"
+        ) from error
 
 
 def choose(inputs: Tensors, linear_map: Map) -> Wait:
@@ -73,8 +97,7 @@ def choose(inputs: Tensors, linear_map: Map) -> Wait:
     if linear_map.kind == "broadcast" and not is_small:
         return _large_broadcast(x, linear_map)
     # Two ranks exchange as many bytes in a ring, in two rounds.
-    sums_of_gloo = size > 2 and not is_small and x.dtype in GLOO_DTYPES
-    if sums_of_gloo and linear_map.kind in ("all_reduce", "reduce"):
+    if linear_map.kind in ("all_reduce", "reduce") and size > 2 and not is_small and x.dtype in GLOO_DTYPES:
         return native(inputs, linear_map)
     return by_messages(inputs, linear_map)
 
@@ -82,35 +105,31 @@ def choose(inputs: Tensors, linear_map: Map) -> Wait:
 def local_result(tensors: Tensors, linear_map: Map) -> Tensors:
     """Return the result of a map that needs no other rank, as new tensors."""
     who = linear_map.call.who
-    if linear_map.kind == "own part":
+    if linear_map.kind == "reduce_scatter":
         return (linear_map.parts_of(tensors)[who.rank].clone(),)
-    if linear_map.kind == "own if root" and who.rank != linear_map.root:
+    if linear_map.kind == "reduce" and who.rank != linear_map.root:
         return tuple(torch.zeros_like(x) for x in tensors)
     return tuple(x.clone() for x in tensors)
 
 
 def _backends(linear_map: Map) -> str:
     """Return the backends of the group, for example ``"cpu:gloo,cuda:nccl"``."""
-    call = linear_map.call
     try:
-        return dist.get_backend_config(call.who.group)
+        return dist.get_backend_config(linear_map.call.who.group)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-        raise CollectiveError(
-            f"{call.title} cannot communicate on rank {call.who.rank} of {call.who.size} in its group, which "
-            "was destroyed (destroy_process_group): run backward before that"
-        ) from error
+        raise RuntimeError("it was destroyed by destroy_process_group: run backward before") from error
 
 
 def _large_broadcast(x: torch.Tensor, linear_map: Map) -> Wait:
     """Start a broadcast of bytes, and check that they fill this rank's tensor, which Gloo does not."""
-    call, root = linear_map.call, linear_map.root
+    who, root = linear_map.call.who, linear_map.root
     data = x.flatten().view(torch.uint8)
-    is_root = call.who.rank == root
+    is_root = who.rank == root
     if not is_root:
         marker = torch.frombuffer(bytearray(_UNFILLED), dtype=torch.uint8)
         data = torch.empty_like(data)
         data[-8:] = marker
-    work = cast("dist.ProcessGroup", call.who.group).broadcast(data, root)
+    work = cast("dist.ProcessGroup", who.group).broadcast(data, root)
     copied = x.clone() if is_root else None  # the copy is made while the data is sent
 
     def wait() -> Tensors:
@@ -118,10 +137,7 @@ def _large_broadcast(x: torch.Tensor, linear_map: Map) -> Wait:
         if copied is not None:
             return (copied,)
         if torch.equal(data[-8:], marker):  # by chance once in 2 ** 64 times
-            raise CollectiveError(
-                f"{call.title} failed on rank {call.who.rank} of {call.who.size} in its group: rank "
-                f"{root} sent less than the {data.numel()} bytes of this rank's tensor"
-            )
+            raise RuntimeError(f"rank {root} sent less than the {data.numel()} bytes of this rank's tensor")
         return (data.view(x.dtype).view(x.shape),)
 
     return wait
@@ -131,7 +147,7 @@ def native(tensors: Tensors, linear_map: Map) -> Wait:
     """Start torch's own collective."""
     who = linear_map.call.who
     if linear_map.kind != "reduce" or tensors[0].dtype not in GLOO_DTYPES:
-        finish = start_traceable(join(tensors, linear_map), linear_map)
+        finish = start_traceable(join(tensors), linear_map)
         return lambda: separate(finish(), linear_map)
     total = tensors[0].clone()
     work = cast("dist.ProcessGroup", who.group).reduce(total, linear_map.root)
@@ -144,28 +160,17 @@ def native(tensors: Tensors, linear_map: Map) -> Wait:
     return wait
 
 
-def join(tensors: Tensors, linear_map: Map) -> torch.Tensor:
-    """Return all parts that a map takes in one tensor, along dimension 0; those of one shape become rows."""
-    kind, x = linear_map.kind, tensors[0]
-    if not linear_map.separate_input:
-        return x.unsqueeze(0) if linear_map.separate_output and kind != "exchange" else x
-    if kind == "exchange":
-        return torch.cat(tensors)
-    rows = torch.stack(tensors)
-    return rows[:0] if kind == "scatter" and linear_map.call.who.rank != linear_map.root else rows
+def join(tensors: Tensors) -> torch.Tensor:
+    """Return all parts that a map takes in one tensor, along dimension 0."""
+    return concatenate(tensors) if len(tensors) > 1 else tensors[0]
 
 
 def separate(received: torch.Tensor, linear_map: Map) -> Tensors:
     """Return the results of a map from its joined parts; the reverse of :func:`join`."""
-    kind, who = linear_map.kind, linear_map.call.who
     if not linear_map.separate_output:
-        return (received.squeeze(0) if linear_map.separate_input and kind != "exchange" else received,)
-    if kind == "exchange":
-        return torch.split(received, list(linear_map.output_splits))
-    if kind == "gather" and who.rank != linear_map.root:
-        like = received.new_empty(received.shape[1:])
-        return tuple(zeros_after(received, like) for _ in range(who.size))
-    return received.unbind(0)
+        return (received,)
+    size = linear_map.call.who.size
+    return split(received, linear_map.output_splits or (received.shape[0] // size,) * size)
 
 
 def start_traceable(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tensor]:
@@ -187,10 +192,12 @@ def start_traceable(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tens
 
 def _start_of_common_dtype(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tensor]:
     kind, who, root = linear_map.kind, linear_map.call.who, linear_map.root
-    # There is no traceable reduce, gather or scatter.
+    # There is no traceable reduce.
     if kind in ("all_reduce", "reduce"):
         total = start_traceable_collective("all_reduce", x, "sum", who.name)
-        return total if kind == "all_reduce" or who.rank == root else lambda: zeros_after(total(), x)
+        if kind == "all_reduce" or who.rank == root:
+            return total
+        return lambda: pad(total().flatten()[:0], x.numel()).view(x.shape)
     if kind == "broadcast":
         return start_traceable_collective("broadcast", x, root, who.name)
     if kind == "all_gather":
@@ -202,21 +209,64 @@ def _start_of_common_dtype(x: torch.Tensor, linear_map: Map) -> Callable[[], tor
 
 
 def by_messages(tensors: Tensors, linear_map: Map) -> Wait:
-    """Start a map made of messages between two ranks; the receiver computes sums."""
-    who, root, parts = linear_map.call.who, linear_map.root, linear_map.parts_of(tensors)
-    everyone = range(who.size)
-    sources = (root,) if linear_map.is_from_root else everyone
-    targets = (root,) if linear_map.is_to_root else everyone
-    buffers, finish = _memory(tensors[0], parts[who.rank], linear_map)
-    sends, receives = who.rank in sources, who.rank in targets
-    outgoing = [part if sends and rank in targets else None for rank, part in enumerate(parts)]
-    incoming = [buffer if receives and rank in sources else None for rank, buffer in enumerate(buffers)]
-    return _start_messages(linear_map, outgoing, incoming, finish)
+    """Start a map made of messages between two ranks on Gloo; the receiver computes sums.
+
+    Gloo silently fills only the front of a buffer if a message is too short, and ends the process if it is
+    too long. The messages' tags identify the call, its shapes and the dtype, so that a message never meets a
+    buffer of another shape, dtype or collective, even where ranks take part in different collectives of the
+    same size: both wait for a message that does not come, and raise at the group's timeout. A length sent
+    with each message would reveal the mismatch at once, but with it small messages took 0.17 to 0.3 ms
+    instead of 0.10 (1 KiB between two ranks).
+    """
+    who, parts = linear_map.call.who, linear_map.parts_of(tensors)
+    group, own = cast("dist.ProcessGroup", who.group), parts[who.rank]
+    sources = (linear_map.root,) if linear_map.kind == "broadcast" else range(who.size)
+    targets = (linear_map.root,) if linear_map.kind == "reduce" else range(who.size)
+    buffers, finish = _memory(tensors[0], own, linear_map)
+    sends = _messages(parts, targets, 1, linear_map) if who.rank in sources else []
+    receives = _messages(buffers, sources, -1, linear_map) if who.rank in targets else []
+
+    def send() -> list[dist.Work]:
+        return [group.send([part], rank, tag) for part, rank, tag in sends]
+
+    def receive() -> list[dist.Work]:
+        return [group.recv([part], rank, tag) for part, rank, tag in receives]
+
+    if any(part.nbytes > _SHORT_BYTES for part, _, _ in sends + receives):
+        # With sends first, two hosts took turns on a duplex link: 1.9 instead of 1.05 s.
+        received, sent = receive(), send()
+    else:
+        sent, received = send(), receive()
+    if who.rank in sources and who.rank in targets and own is not buffers[who.rank]:
+        buffers[who.rank].copy_(own)
+
+    def wait() -> Tensors:
+        # Two exchanges of 1 MiB between two ranks took 2.5 ms, and 3.9 if receives are awaited first.
+        for work in sent + received:
+            work.wait()
+        return finish()
+
+    return wait
 
 
-def _memory(
-    x: torch.Tensor, own: torch.Tensor, linear_map: Map
-) -> tuple[Sequence[torch.Tensor], Callable[[], Tensors]]:
+def _messages(
+    parts: Tensors, ranks: Sequence[int], step: int, linear_map: Map
+) -> list[tuple[torch.Tensor, int, int]]:
+    """Return the messages to or from some ranks, each with its rank and its tag.
+
+    The next rank comes first, or the one before, so that not all ranks send to the same one at once.
+    """
+    call, found = linear_map.call, []
+    names = hash_of_names(call.title, linear_map.kind, parts[0].dtype)
+    for distance in range(1, call.who.size):
+        rank = (call.who.rank + step * distance) % call.who.size
+        part = parts[rank]
+        if rank in ranks and part.numel():
+            found.append((part, rank, _TAG + hash((names, call.key, linear_map.order, part.numel())) % _TAG))
+    return found
+
+
+def _memory(x: torch.Tensor, own: torch.Tensor, linear_map: Map) -> tuple[Tensors, Callable[[], Tensors]]:
     """Return memory for what comes from each rank, and what makes the results of it.
 
     Args:
@@ -225,23 +275,19 @@ def _memory(
         linear_map: The map.
     """
     kind, who = linear_map.kind, linear_map.call.who
-    is_target = not linear_map.is_to_root or who.rank == linear_map.root
-    if kind == "broadcast" or (kind == "scatter" and linear_map.separate_input):
+    if kind == "broadcast":
         mine = torch.empty_like(own)
-        return [mine] * who.size, lambda: (mine,)
-    if kind in ("all_gather", "gather") and linear_map.separate_output:
-        apart = tuple(torch.empty_like(x) if is_target else torch.zeros_like(x) for _ in range(who.size))
-        return apart, lambda: apart
-    if kind in ("all_gather", "gather", "exchange", "scatter"):
+        return (mine,) * who.size, lambda: (mine,)
+    if kind in ("all_gather", "exchange"):
         lengths = linear_map.splits(x.shape[0])[1]
         if linear_map.separate_output:
             apart = tuple(x.new_empty(length, *x.shape[1:]) for length in lengths)
             return apart, lambda: apart
         whole = x.new_empty(sum(lengths), *x.shape[1:])
         return whole.split_with_sizes(lengths), lambda: (whole,)
-    if not is_target:
+    if kind == "reduce" and who.rank != linear_map.root:
         zeros = torch.zeros_like(own)
-        return [zeros] * who.size, lambda: (zeros,)
+        return (zeros,) * who.size, lambda: (zeros,)
     # Summed in rank order everywhere, so every rank gets the same bits. torch sums 16-bit dtypes in fp32.
     if who.size == 2:
         other = torch.empty_like(own)
@@ -257,98 +303,25 @@ _abandoned: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Wait]] = weakref.W
 class _Running:
     """What a map has started. If nobody waits for it, the next wait in its group does."""
 
-    __slots__ = ("_group", "_wait")
+    __slots__ = ("_map", "_wait")
 
     def __init__(self, wait: Wait, linear_map: Map) -> None:
         self._wait: Wait | None = wait
-        self._group = linear_map.call.who.group
+        self._map = linear_map
 
     def __call__(self) -> Tensors:
         """Wait; return what this rank received."""
         wait, self._wait = self._wait, None
         assert wait is not None
-        received = wait()
-        if _abandoned and self._group is not None:
-            for left in _abandoned.pop(self._group, []):
+        received, group = _explain(self._map, wait), self._map.call.who.group
+        if _abandoned and group is not None:
+            for left in _abandoned.pop(group, []):
                 with contextlib.suppress(RuntimeError):  # nobody's error any more
                     left()
         return received
 
     def __del__(self) -> None:
         """Leave it to others; never wait, because nobody knows when this runs."""
-        if self._wait is not None and self._group is not None:
-            _abandoned.setdefault(self._group, []).append(self._wait)
-
-
-def _start_messages(
-    linear_map: Map,
-    outgoing: Sequence[torch.Tensor | None],
-    incoming: Sequence[torch.Tensor | None],
-    finish: Callable[[], Tensors],
-) -> Wait:
-    """Start messages of a map on Gloo, under a tag that identifies the call, its shapes and the dtype.
-
-    Gloo silently fills only the front of a buffer if a message is too short, and ends the process if it is
-    too long. With these tags a message never meets a buffer of another shape, dtype or collective, even where
-    ranks take part in different collectives of the same size: both wait for a message that does not come, and
-    raise at the group's timeout. A length sent with each message would reveal the mismatch at once, but with
-    it small messages took 0.17 to 0.3 ms instead of 0.10 (1 KiB between two ranks).
-    """
-    who = linear_map.call.who
-    group = cast("dist.ProcessGroup", who.group)
-    sends, receives = _messages(outgoing, 1, linear_map), _messages(incoming, -1, linear_map)
-
-    def send() -> list[dist.Work]:
-        return [group.send([part], rank, tag) for part, rank, tag in sends]
-
-    def receive() -> list[dist.Work]:
-        return [group.recv([part], rank, tag) for part, rank, tag in receives]
-
-    def explain(error: RuntimeError) -> CollectiveError:
-        sent, expected = (
-            [0 if part is None else part.nbytes for part in parts] for parts in (outgoing, incoming)
-        )
-        return CollectiveError(
-            f"{linear_map.call.title} failed on rank {who.rank} of {who.size} in its group: {error} - It "
-            f"sent {sent} bytes to the ranks of its group and expected {expected}: a message of another "
-            "call, shape or dtype never arrives. Do all ranks call the same functions in one order, with the "
-            "same shapes, dtypes and operations? check=True tells at once"
-        )
-
-    try:
-        if any(part.nbytes > _SHORT_BYTES for part, _, _ in sends + receives):
-            # With sends first, two hosts took turns on a duplex link: 1.9 instead of 1.05 s.
-            received, sent = receive(), send()
-        else:
-            sent, received = send(), receive()
-    except RuntimeError as error:  # a peer is gone
-        raise explain(error) from error
-    mine, own = incoming[who.rank], outgoing[who.rank]
-    if mine is not None and own is not None and mine is not own:
-        mine.copy_(own)
-
-    def wait() -> Tensors:
-        try:
-            # Two exchanges of 1 MiB between two ranks took 2.5 ms, and 3.9 if receives are awaited first.
-            for work in sent + received:
-                work.wait()
-        except RuntimeError as error:
-            raise explain(error) from error
-        return finish()
-
-    return wait
-
-
-def _messages(
-    parts: Sequence[torch.Tensor | None], step: int, linear_map: Map
-) -> list[tuple[torch.Tensor, int, int]]:
-    """Return the messages, each with its other rank and its tag: the next rank first, or the one before."""
-    call, order = linear_map.call, linear_map.order
-    key, found = call.key, []
-    for distance in range(1, call.who.size):  # so that not all ranks send to the same one at once
-        rank = (call.who.rank + step * distance) % call.who.size
-        part = parts[rank]
-        if part is not None and part.numel():
-            names = hash_of_names(call.title, linear_map.kind, part.dtype)
-            found.append((part, rank, _TAG + hash((names, key, order, part.numel())) % _TAG))
-    return found
+        group = self._map.call.who.group
+        if self._wait is not None and group is not None:
+            _abandoned.setdefault(group, []).append(self._wait)

@@ -48,21 +48,7 @@ def members(group: GroupLike, grad: Convention = "sum") -> Members:
     return Members(resolved, resolved.group_name, resolved.size(), resolved.rank())
 
 
-class Window:
-    """A time in the life of a group: from one call that communicates to the next.
-
-    Attributes:
-        number: The number of that call, the same on all ranks.
-        copies: How many calls of ``copy_to_group`` since then may communicate in backward.
-    """
-
-    __slots__ = ("copies", "number")
-
-    def __init__(self, number: int) -> None:
-        self.number, self.copies = number, 0
-
-
-_windows: weakref.WeakKeyDictionary[dist.ProcessGroup, Window] = weakref.WeakKeyDictionary()
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 class Call(NamedTuple):
@@ -72,47 +58,28 @@ class Call(NamedTuple):
         title: The function, and the operation, for errors and profilers.
         who: The ranks.
         replicated: Whether all ranks' losses are one and the same, counted once.
-        form: A hash of the shapes that must be equal on all ranks.
-        window: When it was made; ``None`` while something traces.
-        copy: Its place among the copies of the window; 0 if it communicates in forward.
+        key: What tells its messages from those of the group's other calls.
     """
 
     title: str
     who: Members
-    replicated: bool = False
-    form: int = 0
-    window: Window | None = None
-    copy: int = 0
+    replicated: bool
+    key: int
 
-    @property
-    def key(self) -> int:
-        """What tells this call's messages from those of the group's other calls.
-
-        The same on all ranks, whatever a rank copies alone: such a copy has no number. Copies count from
-        the newest one back when their backward runs.
-        """
-        if self.window is None:
-            return self.form
-        newer = self.window.copies - self.copy if self.copy else 0
-        return hash((self.window.number, newer, self.form))
-
-    def with_number(self, *, communicates: bool, differentiable: bool) -> Call:
-        """Return the call with its place among its group's calls.
+    @classmethod
+    def next(cls, title: str, who: Members, grad: Convention, form: int) -> Call:
+        """Return the next call of a group, which all ranks count, in every grad mode.
 
         Args:
-            communicates: Whether it does so in forward; such calls are counted.
-            differentiable: Whether its result has a backward on this rank.
+            title: The function, and the operation.
+            who: The ranks.
+            grad: The convention.
+            form: A hash of the shapes and dtypes that must be equal on all ranks.
         """
-        group = self.who.group
-        if group is None or self.who.size == 1:
-            return self
-        window = _windows.setdefault(group, Window(0))
-        if communicates:
-            window = _windows[group] = Window(window.number + 1)
-        if communicates or not differentiable:
-            return self._replace(window=window)
-        window.copies += 1
-        return self._replace(window=window, copy=window.copies)
+        if who.group is not None:
+            _numbers[who.group] = _numbers.get(who.group, 0) + 1
+            form = hash((_numbers[who.group], form))
+        return cls(title, who, grad == "replicated", form)
 
 
 @functools.cache
@@ -121,19 +88,7 @@ def hash_of_names(*names: object) -> int:
     return zlib.crc32(repr(names).encode())
 
 
-Kind: TypeAlias = Literal[
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "exchange",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "copy",
-    "own part",
-    "own if root",
-]
+Kind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "exchange", "broadcast", "reduce"]
 
 _TRANSPOSES: dict[Kind, Kind] = {
     "all_reduce": "all_reduce",
@@ -142,21 +97,8 @@ _TRANSPOSES: dict[Kind, Kind] = {
     "exchange": "exchange",
     "broadcast": "reduce",
     "reduce": "broadcast",
-    "gather": "scatter",
-    "scatter": "gather",
 }
 """The total loss is the sum of all ranks' losses."""
-
-_REPLICATED_TRANSPOSES: dict[Kind, Kind] = {
-    **_TRANSPOSES,
-    "all_reduce": "copy",
-    "copy": "all_reduce",
-    "all_gather": "own part",
-    "own part": "all_gather",
-    "broadcast": "own if root",
-    "own if root": "broadcast",
-}
-"""The loss is one number that every rank computes: nothing is summed over the ranks."""
 
 
 class Map(NamedTuple):
@@ -164,18 +106,16 @@ class Map(NamedTuple):
 
     Attributes:
         kind: ``"all_reduce"`` (sum), ``"all_gather"``, ``"reduce_scatter"`` (sum), ``"exchange"`` (all to
-            all), ``"broadcast"`` from the root, ``"reduce"`` to the root (sum, zeros elsewhere),
-            ``"gather"`` to the root (elsewhere W tensors of zeros, or no row if they are joined),
-            ``"scatter"`` from the root (elsewhere it takes such tensors), ``"copy"`` (no communication),
-            ``"own part"`` of equal parts, ``"own if root"`` (zeros elsewhere).
+            all), ``"broadcast"`` from the root, ``"reduce"`` to the root (sum, zeros elsewhere).
         call: The call that it belongs to.
         root: A rank in the group.
         input_splits: For an exchange: the lengths along dimension 0 of the parts for each rank. Empty if they
-            are equal. Parts of a gather or scatter are one row for each rank.
+            are equal.
         output_splits: Likewise, from each rank.
-        separate_input: Whether the parts for W ranks are W tensors, instead of one after the other along
-            dimension 0 of one.
+        separate_input: Whether the parts for W ranks are W tensors, instead of one after the other in one.
+            Parts lie along dimension 0.
         separate_output: Likewise, those from W ranks.
+        alone: Whether a sum has the summand of this rank only, and so needs no communication.
         order: How often it was transposed: 1 in a first backward, 2 in the backward of that, and so on.
     """
 
@@ -186,52 +126,41 @@ class Map(NamedTuple):
     output_splits: tuple[int, ...] = ()
     separate_input: bool = False
     separate_output: bool = False
+    alone: bool = False
     order: int = 0
 
     def transpose(self) -> Map:
-        """Return the map whose matrix is the transpose of this one's."""
-        table = _REPLICATED_TRANSPOSES if self.call.replicated else _TRANSPOSES
+        """Return the map whose matrix is the transpose of this one's.
+
+        If all ranks' losses are one, counted once, nothing is summed over the ranks: a rank takes its own
+        cotangents alone. The transpose of that is the first map again.
+        """
         return Map(
-            table[self.kind],
+            _TRANSPOSES[self.kind],
             self.call,
             self.root,
             input_splits=self.output_splits,
             output_splits=self.input_splits,
             separate_input=self.separate_output,
             separate_output=self.separate_input,
+            alone=self.call.replicated and not self.alone and self.kind != "exchange",
             order=self.order + 1,
         )
 
     @property
     def needs_others(self) -> bool:
         """Whether there is anything to communicate."""
-        return self.call.who.size > 1 and self.kind not in ("copy", "own part", "own if root")
-
-    @property
-    def is_from_root(self) -> bool:
-        """Whether only the root sends."""
-        return self.kind in ("broadcast", "scatter")
-
-    @property
-    def is_to_root(self) -> bool:
-        """Whether only the root receives."""
-        return self.kind in ("reduce", "gather")
+        return self.call.who.size > 1 and not self.alone
 
     def splits(self, rows: int) -> tuple[list[int], list[int]]:
         """Return how many of its rows this rank sends to each rank, and how many it receives from each."""
-        ranks, is_root = range(self.call.who.size), self.call.who.rank == self.root
-        if self.kind == "gather":
-            return [int(rank == self.root) for rank in ranks], [int(is_root)] * len(ranks)
-        if self.kind == "scatter":
-            return [int(is_root)] * len(ranks), [int(rank == self.root) for rank in ranks]
-        if self.kind == "all_gather":
-            return [rows] * len(ranks), [rows] * len(ranks)
-        equal = [rows // len(ranks)] * len(ranks)
+        size = self.call.who.size
+        equal = [rows if self.kind == "all_gather" else rows // size] * size
         return list(self.input_splits) or equal, list(self.output_splits) or equal
 
     def parts_of(self, tensors: Tensors) -> Tensors:
         """Return what this rank sends to each rank if it sends anything: a part, or the same to all."""
-        if self.kind in ("all_reduce", "all_gather", "broadcast", "reduce", "gather"):
+        if self.kind in ("all_reduce", "all_gather", "broadcast", "reduce"):
             return tensors * self.call.who.size
         if self.separate_input:
             return tensors

@@ -11,9 +11,8 @@ import contextlib
 import functools
 import inspect
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -38,14 +37,13 @@ def prepare(
     who: Members,
     tensors: Sequence[torch.Tensor],
     anchor: bool,
-    check: bool | None,
+    check: object,
     *,
     terms: str = "",
     grad: Convention = "sum",
     uneven_dim: int | None = None,
     shape: Sequence[int] | None = None,
     splits: tuple[Sequence[int], Sequence[int]] | None = None,
-    communicates: bool = True,
 ) -> tuple[Call, list[torch.Tensor]]:
     """Return the call, and the tensors that take part in it; raises on every rank if the ranks' calls differ.
 
@@ -56,13 +54,12 @@ def prepare(
         who: The ranks.
         tensors: This rank's tensors.
         anchor: Whether the backward of the call runs on this rank even if no tensor needs a gradient.
-        check: Whether ranks compare their calls; not ``None`` outside ``torch.compile``.
+        check: The :class:`Comparison`, if ranks compare their calls.
         terms: Every argument besides the title and the tensors that must be equal.
         grad: The convention, where the two differ.
         uneven_dim: A dimension whose length may differ.
         shape: What the first tensor stands for, if it has another shape; the other tensors are not compared.
         splits: How many rows this rank sends to each rank, and how many it expects.
-        communicates: Whether the call does so in forward.
     """
     tensors = _anchor(tensors, anchor)
     if splits is not None:
@@ -71,18 +68,15 @@ def prepare(
     forms = [tuple(shape)] if shape is not None else [tuple(tensor.shape) for tensor in tensors]
     if uneven_dim is not None:
         forms = [(*form[:uneven_dim], -1, *form[uneven_dim + 1 :]) for form in forms]
-    if check and not recorded:
-        # One form stands for all tensors of a list.
-        needs = [tensor.requires_grad for tensor in tensors] if shape is None else [_any_needs(tensors)]
-        described = [_description(*each) for each in zip(tensors, forms, needs, strict=False)]
-        _compare(who, TensorClaim([("", one) for one in described], f"{title}{terms}, {grad}"))
+    if isinstance(check, Comparison) and not recorded:
+        needs = any(tensor.requires_grad for tensor in tensors)  # then backward runs, for all of them
+        described = [_description(*pair, needs) for pair in zip(tensors, forms, strict=False)]
+        check.require_same(who, TensorClaim([("", one) for one in described], f"{title}{terms}, {grad}"))
         if splits is not None:
             _compare_splits(who, *splits)
     # Symbolic shapes of a compiler have no hash. A mean may be sent in another dtype.
     form = 0 if recorded else hash((tuple(forms), hash_of_names(*{tensor.dtype for tensor in tensors})))
-    call = Call(title, who, grad == "replicated", form)
-    differentiable = torch.is_grad_enabled() and _any_needs(tensors)
-    return call.with_number(communicates=communicates, differentiable=differentiable), tensors
+    return Call.next(title, who, grad, form), tensors
 
 
 def _anchor(tensors: Sequence[torch.Tensor], anchor: bool) -> list[torch.Tensor]:
@@ -101,10 +95,6 @@ def _anchor(tensors: Sequence[torch.Tensor], anchor: bool) -> list[torch.Tensor]
     ]
 
 
-def _any_needs(tensors: Sequence[torch.Tensor]) -> bool:
-    return any(tensor.requires_grad for tensor in tensors)
-
-
 def _description(tensor: torch.Tensor, form: Sequence[int], requires_grad: bool) -> str:
     lengths = ", ".join("any" if length < 0 else str(length) for length in form)
     needs = "a gradient" if requires_grad and torch.is_grad_enabled() else "no gradient"
@@ -113,33 +103,39 @@ def _description(tensor: torch.Tensor, form: Sequence[int], requires_grad: bool)
     return f"{what}, {transformed}" if transformed else what
 
 
-class _Progress(threading.local):
-    """Whether this thread's call has reached the comparison."""
+class Comparison:
+    """How the ranks compare their calls, if they do; each function takes it for its ``check``.
 
-    compared = True
+    Attributes:
+        is_due: Whether it is still to come: until then the others can be told what goes wrong on this rank.
+    """
 
+    def __init__(self) -> None:
+        self.is_due = True
 
-_progress = _Progress()
+    def require_same(self, who: Members, claim: TensorClaim, problem: Exception | None = None) -> None:
+        """Raise on every rank if the ranks claim something else, or one of them has a problem."""
+        self.is_due = False
+        with outside_function_transforms():
+            try:
+                require_same_tensors(resolve_group(who.group), claim, problem)
+            except RuntimeError as error:
+                if error is problem or isinstance(error, AgreementError):
+                    raise
+                raise CollectiveError(
+                    f"the comparison of check=True failed on rank {who.rank} of {who.size} in the group of "
+                    f"{claim.arguments or 'a call with wrong arguments'}: {error} - Do all ranks come to it?"
+                ) from error
 
-
-def expect_comparison() -> None:
-    """Note that ranks compare again: until then they are told what goes wrong on this one."""
-    _progress.compared = False
-
-
-def _compare(who: Members, claim: TensorClaim, problem: Exception | None = None) -> None:
-    """Raise on every rank if the ranks claim something else, or one of them has a problem."""
-    _progress.compared = True
-    with outside_function_transforms():
-        try:
-            require_same_tensors(resolve_group(who.group), claim, problem)
-        except RuntimeError as error:
-            if error is problem or isinstance(error, AgreementError):
-                raise
-            raise CollectiveError(
-                f"the comparison of check=True failed on rank {who.rank} of {who.size} in the group of "
-                f"{claim.arguments or 'a call with wrong arguments'}: {error} - Do all ranks come to it?"
-            ) from error
+    def tell(self, problem: Exception, group: Any) -> None:
+        """Tell a problem in the group that the caller meant; in WORLD if it gave something that is none."""
+        # The comparison raises the problem, as the caller does; nobody waits for a rank outside the group.
+        with contextlib.suppress(RuntimeError, ValueError, TensorMismatchError, type(problem)):
+            try:
+                who = members(group)
+            except TypeError:
+                who = members(None)
+            self.require_same(who, TensorClaim([]), problem)
 
 
 def _compare_splits(who: Members, outgoing: Sequence[int], incoming: Sequence[int]) -> None:
@@ -153,29 +149,6 @@ def _compare_splits(who: Members, outgoing: Sequence[int], incoming: Sequence[in
                     f"rank {sender} of the group sends {sent[receiver]} to rank {receiver}, which expects "
                     f"{expected[sender]}"
                 )
-
-
-@contextlib.contextmanager
-def _tell_problems(group: Any) -> Iterator[None]:
-    """If the body raises before the ranks compare their calls, tell those that would wait there."""
-    expect_comparison()
-    try:
-        yield
-    except Exception as problem:
-        if not _progress.compared:
-            _tell(problem, group)
-        raise
-
-
-def _tell(problem: Exception, group: Any) -> None:
-    """Tell a problem in the group that the caller meant; in WORLD if it gave something that is no group."""
-    # The comparison raises the problem itself, as the caller does; nobody waits for a rank outside the group.
-    with contextlib.suppress(RuntimeError, ValueError, TensorMismatchError, type(problem)):
-        try:
-            who = members(group)
-        except TypeError:
-            who = members(None)
-        _compare(who, TensorClaim([]), problem)
 
 
 class Step(Generic[T]):
@@ -219,14 +192,18 @@ def collective(function: Callable[P, T]) -> Callable[P, T]:
         check = kwargs.get("check")
         if check is not None and not isinstance(check, bool):
             raise TypeError(f"check must be True, False or None, got {type(check).__name__}")
-        if check is None:  # the environment is read once per call
+        if check is None:
             check = os.environ.get(_VARIABLE, "") not in ("", "0")
-        options: dict[str, Any] = {**kwargs, "check": check}
         if not check:
-            return function(*args, **options)
-        given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}  # not checked yet
-        with _tell_problems(given.get("group")):
-            return function(*args, **options)
+            return function(*args, **kwargs)
+        comparison = Comparison()
+        try:
+            return function(*args, **{**kwargs, "check": comparison})  # type: ignore[arg-type]
+        except Exception as problem:
+            if comparison.is_due:
+                given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+                comparison.tell(problem, given.get("group"))
+            raise
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -259,25 +236,16 @@ class Handle(Generic[T]):
     """A running collective, returned by :func:`start`."""
 
     def __init__(self, first: Step[T]) -> None:
-        self._title = first.map.call.title
-        self._then = first.then
-        self._arrive: Callable[[], Tensors]
+        self._title, self._then = first.map.call.title, first.then
         self._result: list[T] = []
         self._error: Exception | None = None
         self._with_gradients = torch.is_grad_enabled()
         self._loses_gradients = not self._with_gradients and any(x.requires_grad for x in first.tensors)
         if is_traced():
-            arrived = linear(first.tensors, first.map)
-            self._arrive = lambda: arrived
+            self._result.append(_complete(first.then(*linear(first.tensors, first.map))))
         else:
-            flight = Flight(first.map)
-            token = flight.launch(first.tensors)
-            self._arrive = lambda: flight.arrive(token)
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise TypeError(
-            f"a handle of {self._title} cannot be copied: it belongs to a collective that is running"
-        )
+            self._flight = Flight(first.map)
+            self._token = self._flight.launch(first.tensors)
 
     def wait(self) -> T:
         """Wait for the result and return it, the same one every time.
@@ -308,15 +276,13 @@ class Handle(Generic[T]):
 
     def _finish(self) -> T:
         """Return the result, in the modes of the start; a checkpoint around it does not see what it saves."""
-        if is_traced():
-            return _complete(self._then(*self._arrive()))
         with (
             torch.inference_mode(mode=False),
             torch.set_grad_enabled(self._with_gradients),
             saved_tensors_hooks(identity, identity),
             _without_autocast(),
         ):
-            return _complete(self._then(*self._arrive()))
+            return _complete(self._then(*self._flight.arrive(self._token)))
 
 
 def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:

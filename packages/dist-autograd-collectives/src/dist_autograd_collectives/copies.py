@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
 
 from dist_autograd_collectives import arguments
 from dist_autograd_collectives.arguments import Sizes
-from dist_autograd_collectives.backend import CollectiveError
-from dist_autograd_collectives.calls import Convention, Map, Members, Tensors, Wait, members
-from dist_autograd_collectives.collective import collective, expect_comparison, identity, prepare, step
-from dist_autograd_collectives.linear import begin_plain, exchange_lengths
+from dist_autograd_collectives.calls import Convention, Map, Tensors, members
+from dist_autograd_collectives.collective import collective, identity, prepare, step
+from dist_autograd_collectives.linear import exchange_lengths
 from dist_autograd_collectives.parts import join, pad, pieces
-from dist_autograd_collectives.transforms import is_traced, outside_function_transforms
-from dist_utils import GroupLike, resolve_group
-from dist_utils.process_groups import collective_device, device_types
-
-# In an order that all ranks agree on.
-_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-
-_HEADER = 67
-"""Length of a description: dtype, device, number of dimensions, and up to 64 dimensions."""
+from dist_utils import GroupLike
 
 
 @collective
@@ -95,8 +85,12 @@ def all_gather(
     """
     who = members(group, grad)
     tensor = arguments.check_tensor("tensor", tensor)
-    call, tensors = prepare("all_gather", who, [tensor], anchor, check, grad=grad)
-    return step(Map("all_gather", call, separate_output=True), tensors, lambda *parts: parts)
+    call, (tensor,) = prepare("all_gather", who, [tensor], anchor, check, grad=grad)
+
+    def receive(*parts: torch.Tensor) -> Tensors:
+        return tuple(part.view(tensor.shape) for part in parts)
+
+    return step(Map("all_gather", call, separate_output=True), [tensor.flatten()], receive)
 
 
 @collective
@@ -179,8 +173,16 @@ def gather(
     dst = 0 if dst is None and group_dst is None else dst
     root = arguments.root_in_group(group, who, dst, group_dst, "dst")
     tensor = arguments.check_tensor("tensor", tensor)
-    call, tensors = prepare("gather", who, [tensor], anchor, check, terms=f" to {root}")
-    return step(Map("gather", call, root, separate_output=True), tensors, lambda *parts: parts)
+    call, (tensor,) = prepare("gather", who, [tensor], anchor, check, terms=f" to {root}")
+    length = tensor.numel()
+    outgoing = tuple(length if rank == root else 0 for rank in range(who.size))
+    incoming = (length if who.rank == root else 0,) * who.size
+    exchange = Map("exchange", call, 0, outgoing, incoming, separate_output=True)
+
+    def receive(*parts: torch.Tensor) -> Tensors:
+        return tuple(pad(part, length).view(tensor.shape) for part in parts)
+
+    return step(exchange, [tensor.flatten()], receive)
 
 
 @collective
@@ -204,19 +206,17 @@ def scatter(
         src: The source's rank in WORLD; 0 if neither is given.
         group: As for :func:`all_reduce`.
         group_src: The source's rank in the group, instead of ``src``.
-        like: A tensor with the shape and dtype that each rank gets. If given, it must be given on all
-            ranks; otherwise the source sends a description first (not under ``torch.compile`` and
-            ``torch.func``: there every rank needs a list or ``like``).
+        like: A tensor with the shape and dtype that this rank gets; needed where ``tensors`` is ``None``.
         grad: Both conventions agree here.
         anchor: As for :func:`all_reduce`.
         check: As for :func:`all_reduce`.
 
     Raises:
-        ValueError: The list does not have W entries of one shape and dtype, or is missing at the source; and
-            as for :func:`broadcast`.
+        ValueError: The list does not have W entries of one shape and dtype, or is missing at the source, or
+            elsewhere without ``like``; and as for :func:`broadcast`.
 
     Cost:
-        The list's bytes, and without ``like`` 536 bytes more for each rank.
+        The list's bytes.
 
     Source:
         ``torch.distributed.nn.functional.scatter``, which fails on the ``None`` that it documents.
@@ -225,60 +225,18 @@ def scatter(
     src = 0 if src is None and group_src is None else src
     root = arguments.root_in_group(group, who, src, group_src, "src")
     like = like if like is None else arguments.check_tensor("like", like)
-    if tensors is None and who.rank == root:
-        raise ValueError(f"the source needs a list of {who.size} tensors")
+    if tensors is None and (like is None or who.rank == root):
+        raise ValueError(f"the source needs a list of {who.size} tensors, other ranks a list or like=")
     given = [] if tensors is None else arguments.one_for_each("tensors", tensors, who, like=like)
-    terms = f" from {root}{' with like=' if like is not None else ''}"
-    receive_description: Wait = lambda: ()  # noqa: E731
-    if like is None and is_traced():
-        # A graph cannot depend on shapes that only another rank knows, and vmap hides a part of them.
-        if not given:
-            raise ValueError("under torch.compile and torch.func every rank needs a list, or like=")
-        like = given[0]
-    elif like is None:
-        header = _description(given[0] if who.rank == root else None, who)
-        # Ranks without like= would wait for the description in vain if the source has like=.
-        call, _ = prepare("scatter", who, [], anchor, check, terms=terms)
-        receive_description = functools.cache(begin_plain(header, Map("broadcast", call, root)))
-        expect_comparison()
-        like = given[0] if given else _stand_in(receive_description()[0], who)
+    like = given[0] if like is None else like
+    length, shape, is_root = like.numel(), like.shape, who.rank == root
     # A list of a receiver is part of the graph, too: its gradient is zeros, not None.
-    parts = given or [like.new_empty(0, *like.shape)]
-    call, parts = prepare("scatter", who, parts, anchor, check, terms=terms, shape=like.shape)
-
-    def receive(part: torch.Tensor) -> torch.Tensor:
-        receive_description()  # ranks with a list need none, but it was sent to them
-        return part if given else part.squeeze(0)
-
-    return step(Map("scatter", call, root, separate_input=tensors is not None), parts, receive)
-
-
-def _description(first: torch.Tensor | None, who: Members) -> torch.Tensor:
-    """Return what ranks need to know of a tensor that they receive, or memory to receive that."""
-    group = resolve_group(who.group)
-    with outside_function_transforms():  # there is nothing to differentiate
-        device = collective_device(group)
-        if first is None:
-            return torch.empty(_HEADER, dtype=torch.int64, device=device)
-        types = device_types(group)
-        if first.device.type not in types:
-            raise ValueError(f"tensors on {first.device} cannot be sent: the group's backends serve {types}")
-        header = [_DTYPES.index(first.dtype), types.index(first.device.type), first.ndim, *first.shape]
-        return torch.tensor(header + [0] * (_HEADER - len(header)), device=device)
-
-
-def _stand_in(description: torch.Tensor, who: Members) -> torch.Tensor:
-    """Return an uninitialized tensor as the source described it; raises if this rank cannot have one."""
-    with outside_function_transforms():
-        dtype, place, ndim, *shape = description.tolist()
-        kind = device_types(resolve_group(who.group))[place]
-        try:
-            return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=kind)
-        except (RuntimeError, AssertionError) as error:  # torch's, also for a missing device
-            what = f"{_DTYPES[dtype]} of shape {tuple(shape[:ndim])} on {kind}"
-            raise CollectiveError(
-                f"scatter: the source sends {what}, which this rank cannot hold: {error}"
-            ) from error
+    parts = [entry.flatten() if is_root else entry.flatten()[:0] for entry in given or [like.detach()]]
+    call, parts = prepare("scatter", who, parts, anchor, check, terms=f" from {root}", shape=shape)
+    outgoing = (length if is_root else 0,) * who.size
+    incoming = tuple(length if rank == root else 0 for rank in range(who.size))
+    exchange = Map("exchange", call, 0, outgoing, incoming, separate_input=tensors is not None)
+    return step(exchange, parts, lambda part: pad(part, length).view(shape))
 
 
 @collective
@@ -329,29 +287,21 @@ def all_gather_cat(
     tensor = arguments.check_tensor("tensor", tensor)
     dim = arguments.dimension(tensor.ndim, dim)
     lengths = arguments.known_sizes("sizes", tensor.shape[dim], sizes, who)
+    terms = f", {dim}, {sizes if sizes is None else list(lengths) or sizes}"
+    uneven = None if sizes is None else dim
     call, (tensor,) = prepare(
-        "all_gather_cat",
-        who,
-        [tensor],
-        anchor,
-        check,
-        terms=f", {dim}, {sizes if sizes is None else list(lengths) or sizes}",
-        grad=grad,
-        uneven_dim=None if sizes is None else dim,
+        "all_gather_cat", who, [tensor], anchor, check, terms=terms, grad=grad, uneven_dim=uneven
     )
     rows, gather = tensor.movedim(dim, 0), Map("all_gather", call)
-
-    def move_back(whole: torch.Tensor) -> torch.Tensor:
-        return whole.movedim(0, dim)
-
     if sizes is None:
-        return step(gather, [rows], move_back)
+        return step(gather, [rows], lambda whole: torch.movedim(whole, 0, dim))
     lengths = lengths or exchange_lengths([rows.shape[0]] * who.size, tensor, call)
     longest = max(lengths)
 
     def unpad(whole: torch.Tensor) -> torch.Tensor:
         parts = whole.view(who.size, longest, *whole.shape[1:]).unbind(0)
-        return move_back(torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]))
+        found = [part[:length] for part, length in zip(parts, lengths, strict=True)]
+        return torch.cat(found).movedim(0, dim)
 
     return step(gather, [pad(rows, longest)], unpad)
 
@@ -392,13 +342,8 @@ def all_gather_stack(
     who = members(group, grad)
     row = arguments.check_tensor("tensor", tensor).unsqueeze(0)
     dim = arguments.dimension(row.ndim, dim)
-    terms = f", {dim}"
-    call, rows = prepare("all_gather_stack", who, [row], anchor, check, terms=terms, grad=grad)
-
-    def move_back(stack: torch.Tensor) -> torch.Tensor:
-        return stack.movedim(0, dim)
-
-    return step(Map("all_gather", call), rows, move_back)
+    call, rows = prepare("all_gather_stack", who, [row], anchor, check, terms=f", {dim}", grad=grad)
+    return step(Map("all_gather", call), rows, lambda stack: torch.movedim(stack, 0, dim))
 
 
 @collective

@@ -12,7 +12,7 @@ from dist_autograd_collectives.arguments import Sizes
 from dist_autograd_collectives.calls import Convention, Map, Tensors, members
 from dist_autograd_collectives.collective import collective, prepare, step
 from dist_autograd_collectives.linear import exchange_lengths
-from dist_autograd_collectives.reductions import zeros_after
+from dist_autograd_collectives.parts import pad
 from dist_utils import GroupLike
 
 
@@ -166,45 +166,35 @@ def all_to_all_dim(
     who = members(group, grad)
     tensor = arguments.check_tensor("tensor", tensor)
     split_dim, cat_dim = (arguments.dimension(tensor.ndim, dim) for dim in (split_dim, cat_dim))
-    lengths = arguments.split_sizes("input_sizes", tensor.shape[split_dim], input_sizes, who)
-    kept = list(tensor.shape)
-    kept[split_dim] = lengths[who.rank]
-    known = arguments.known_sizes("output_sizes", kept[cat_dim], output_sizes, who)
-    row = math.prod([*tensor.shape[:split_dim], *tensor.shape[split_dim + 1 :]])
-    outgoing = tuple(length * row for length in lengths)
+    # The split dimension goes first, so that every part is contiguous in memory.
+    shape = tensor.movedim(split_dim, 0).shape
+    place = 0 if cat_dim == split_dim else cat_dim + int(cat_dim < split_dim)  # of the other one then
+    lengths = arguments.split_sizes("input_sizes", shape[0], input_sizes, who)
+    kept = [lengths[who.rank], *shape[1:]]
+    known = arguments.known_sizes("output_sizes", kept[place], output_sizes, who)
+    outgoing = tuple(length * math.prod(shape[1:]) for length in lengths)
 
     def shapes_of_parts(received: Sequence[int]) -> list[list[int]]:
-        return [[*kept[:cat_dim], length, *kept[cat_dim + 1 :]] for length in received]
+        return [[*kept[:place], length, *kept[place + 1 :]] for length in received]
 
-    cut = f", {list(lengths)}" if cat_dim != split_dim else ""
+    cut = f", {list(lengths)}" if place else ""
+    terms = f", {split_dim}, {cat_dim}{cut}{'' if known else ', auto'}"
+    splits = (outgoing, list(map(math.prod, shapes_of_parts(known)))) if known else None
     call, (tensor,) = prepare(
-        "all_to_all_dim",
-        who,
-        [tensor],
-        anchor,
-        check,
-        terms=f", {split_dim}, {cat_dim}{cut}{'' if known else ', auto'}",
-        uneven_dim=cat_dim,
-        splits=(outgoing, list(map(math.prod, shapes_of_parts(known)))) if known else None,
+        "all_to_all_dim", who, [tensor], anchor, check, terms=terms, uneven_dim=cat_dim, splits=splits
     )
-    own = lengths if cat_dim == split_dim else (kept[cat_dim],) * who.size
-    received = known or exchange_lengths(own, tensor, call)
-    parts = shapes_of_parts(received)
-    incoming = tuple(map(math.prod, parts))
-    # The split dimension goes first, so that every part is contiguous in memory.
-    rows = tensor.movedim(split_dim, 0)
+    received = known or exchange_lengths((kept[place],) * who.size if place else lengths, tensor, call)
+    shapes = shapes_of_parts(received)
+    incoming = tuple(map(math.prod, shapes))
 
     def concatenate(flat: torch.Tensor) -> torch.Tensor:
-        if cat_dim == split_dim:
-            return flat.view(sum(received), *rows.shape[1:]).movedim(0, split_dim)
-        found = [
-            part.view([shape[split_dim], *shape[:split_dim], *shape[split_dim + 1 :]]).movedim(0, split_dim)
-            for part, shape in zip(torch.split(flat, list(incoming)), parts, strict=True)
-        ]
-        return torch.cat(found, cat_dim)
+        if not place:
+            return flat.view(sum(received), *kept[1:]).movedim(0, split_dim)
+        parts = zip(torch.split(flat, list(incoming)), shapes, strict=True)
+        return torch.cat([part.view(shape).movedim(0, split_dim) for part, shape in parts], cat_dim)
 
-    exchange = Map("exchange", call, input_splits=outgoing, output_splits=incoming)
-    return step(exchange, [rows.flatten()], concatenate)
+    flat = tensor.movedim(split_dim, 0).flatten()
+    return step(Map("exchange", call, 0, outgoing, incoming), [flat], concatenate)
 
 
 @collective
@@ -258,17 +248,13 @@ def permute(
             )
     call, (tensor,) = prepare("permute", who, [tensor], anchor, check, terms=f" {pairs}")
     to, source = dict(pairs).get(who.rank), {there: here for here, there in pairs}.get(who.rank)
-    outgoing = tuple(int(rank == to) for rank in range(who.size))
-    incoming = tuple(int(rank == source) for rank in range(who.size))
-    row = tensor.unsqueeze(0)
+    length, flat = tensor.numel(), tensor.flatten()
+    outgoing = tuple(length if rank == to else 0 for rank in range(who.size))
+    incoming = tuple(length if rank == source else 0 for rank in range(who.size))
     # A rank that sends nothing takes part in backward, too.
-    parts = [row[:count] for count in outgoing]
-
-    def receive(rows: torch.Tensor) -> torch.Tensor:
-        return rows.squeeze(0) if source is not None else zeros_after(rows, tensor)
-
-    exchange = Map("exchange", call, 0, outgoing, incoming, separate_input=True)
-    return step(exchange, parts, receive)
+    part = flat if to is not None else flat[:0]
+    exchange = Map("exchange", call, 0, outgoing, incoming)
+    return step(exchange, [part], lambda received: pad(received, length).view(tensor.shape))
 
 
 def _pairs(perm: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

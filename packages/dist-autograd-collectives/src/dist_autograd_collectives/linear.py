@@ -15,7 +15,6 @@ import torch
 
 from dist_autograd_collectives import backend, transforms
 from dist_autograd_collectives.arguments import check_tensor
-from dist_autograd_collectives.backend import CollectiveError
 from dist_autograd_collectives.calls import Call, Map, Tensors, Wait
 from dist_autograd_collectives.transforms import is_batched_gradient, is_traced, outside_function_transforms
 from dist_utils.torch_compat import graph_task_id, profiler_range
@@ -37,23 +36,12 @@ def _begin(tensors: Tensors, linear_map: Map) -> Wait:
     return backend.begin(tensors, linear_map)
 
 
-def begin_plain(tensor: torch.Tensor, linear_map: Map) -> Wait:
-    """Start a map on a tensor that nobody differentiates or records, and return a function that waits."""
-    with outside_function_transforms():
-        wait = backend.begin((tensor,), linear_map)
-
-    def receive() -> Tensors:
-        with outside_function_transforms():
-            return wait()
-
-    return receive
-
-
 def exchange_lengths(lengths: Sequence[int], like: torch.Tensor, call: Call) -> tuple[int, ...]:
     """Send each rank a length, and return the lengths that the ranks send to this one."""
-    own = torch.tensor(lengths, dtype=torch.int64, device=like.device)
-    exchange = Map("exchange", call._replace(title=f"{call.title} (sizes)", form=0))
-    (received,) = begin_plain(own, exchange)()
+    exchange = Map("exchange", call._replace(title=f"{call.title} (sizes)"))
+    with outside_function_transforms():  # nobody differentiates or records them
+        own = torch.tensor(lengths, dtype=torch.int64, device=like.device)
+        (received,) = backend.begin((own,), exchange)()
     return tuple(received.tolist())
 
 
@@ -61,31 +49,6 @@ def _run(tensors: Tensors, linear_map: Map) -> Tensors:
     """Apply a map, unseen by autograd."""
     with profiler_range(linear_map.range_name()):
         return _begin(tensors, linear_map)()
-
-
-class _Naming:
-    """Names the collective in errors of its backward; contextlib's way takes longer than what it names."""
-
-    __slots__ = ("_map",)
-
-    def __init__(self, linear_map: Map) -> None:
-        self._map = linear_map
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None or not isinstance(error, RuntimeError):
-            return
-        start, call = "the backward of ", self._map.call
-        if isinstance(error, CollectiveError) and str(error).startswith(start):  # from a nested backward
-            return
-        raise CollectiveError(
-            f"{start}{call.title} failed on rank {call.who.rank} of {call.who.size} in its group: {error} - "
-            "If other ranks did not come to it: does every rank use its result (see connect), and does every "
-            "rank's tensor need a gradient (see anchor=True; torch.autograd.grad and backward(inputs=...) "
-            "follow only what leads to their inputs: there pass connect(tensor, input) instead)?"
-        ) from error
 
 
 def _save_something(ctx: Any, like: torch.Tensor) -> None:
@@ -114,9 +77,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         ctx.saved_tensors  # noqa: B018
         # Even if this rank needs no gradient, the others wait for it.
-        with _Naming(ctx.map):
-            apply = linear if torch.is_grad_enabled() else _run
-            return None, *apply(_dense(cotangents), ctx.map.transpose())
+        apply = linear if torch.is_grad_enabled() else _run
+        return None, *apply(_dense(cotangents), ctx.map.transpose())
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> Tensors:
@@ -160,8 +122,7 @@ class _Launch(torch.autograd.Function):
     def backward(ctx: Any, token: torch.Tensor) -> Any:
         ctx.saved_tensors  # noqa: B018
         flight: Flight = ctx.flight
-        with _Naming(flight.map):
-            return None, *flight.backwards.pop(graph_task_id()).arrive(token)
+        return None, *flight.backwards.pop(graph_task_id()).arrive(token)
 
 
 class _Arrive(torch.autograd.Function):
@@ -179,8 +140,7 @@ class _Arrive(torch.autograd.Function):
         backward = Flight(flight.map.transpose())
         # One that a pass left behind, because it raised in between, is never waited for.
         flight.backwards[graph_task_id()] = backward
-        with _Naming(flight.map):
-            return None, backward.launch(_dense(cotangents))
+        return None, backward.launch(_dense(cotangents))
 
 
 def connect(loss: torch.Tensor, *outputs: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:

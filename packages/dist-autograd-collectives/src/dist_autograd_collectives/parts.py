@@ -7,27 +7,31 @@ from collections.abc import Sequence
 
 import torch
 
-from dist_autograd_collectives.reductions import zeros_after
-
 
 def pad(rows: torch.Tensor, length: int) -> torch.Tensor:
     """Return a tensor padded with rows of zeros to a length."""
     missing = length - rows.shape[0]
-    if not missing:
-        return rows
-    # torch.cat leaves an empty tensor out of the graph; this rank would then not reach the backward. (And the
-    # backward of torch.nn.functional.pad refuses to give an empty one in torch 2.6.)
-    return torch.cat([rows, zeros_after(rows, rows.new_empty(missing, *rows.shape[1:]))])
+    return concatenate([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
 
 def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return all elements in one flat tensor, which depends on every tensor even if there are none."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    if flat.numel():
-        return flat
-    for tensor in tensors:  # torch.cat leaves empty ones out of the graph
-        flat = flat + tensor.flatten()
-    return flat
+    """Return all elements in one flat tensor."""
+    return concatenate([tensor.flatten() for tensor in tensors])
+
+
+def concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return tensors one after the other along dimension 0.
+
+    The result depends on each of them, even on an empty one, so that backward, which the other ranks wait
+    for, comes to all of them on this rank. ``torch.cat`` leaves empty tensors of one dimension out of the
+    graph, but none of two; the same holds for the backward of ``torch.split``.
+    """
+    return torch.cat([tensor.unsqueeze(0) for tensor in tensors], 1).squeeze(0)
+
+
+def split(joined: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that were concatenated."""
+    return tuple(part.squeeze(0) for part in torch.split(joined.unsqueeze(0), list(lengths), 1))
 
 
 def pieces(joined: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:

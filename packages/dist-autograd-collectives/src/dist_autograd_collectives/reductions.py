@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.distributed import ReduceOp
@@ -37,7 +37,9 @@ class Reduction(NamedTuple):
         Raises:
             TypeError: ``op`` is not a reduce operation, or does not work on the tensor's dtype.
         """
-        name = _name(op)
+        name = op.upper() if isinstance(op, str) else op.name if isinstance(op, ReduceOp.RedOpType) else ""
+        if name not in _NAMES:
+            raise TypeError(f"op must be a ReduceOp or one of {', '.join(_NAMES)} as a string, got {op!r}")
         if name in _BITWISE and _has_fractions(tensor):
             raise TypeError(f"{name} has no meaning for {tensor.dtype}, and no gradient")
         if name in ("MAX", "MIN") and tensor.is_complex():
@@ -89,20 +91,6 @@ class Reduction(NamedTuple):
         return torch.where(anywhere, from_invalid, extremum(torch.where(anywhere, 0, stacked), 0))
 
 
-def _name(op: object) -> str:
-    """Return the name in torch's spelling; raises if it is no operation."""
-    # An object around one of the operations, which compares as that one. The operations are instances, too.
-    if isinstance(op, ReduceOp) and not isinstance(op, ReduceOp.RedOpType):
-        wrapped: Any = op
-        op = next(kind for kind in ReduceOp.RedOpType.__members__.values() if wrapped == kind)
-    name = op.upper() if isinstance(op, str) else op.name if isinstance(op, ReduceOp.RedOpType) else ""
-    if name == "PREMUL_SUM":
-        raise TypeError("op is PREMUL_SUM: multiply the tensor by its factor, and take SUM")
-    if name not in _NAMES:
-        raise TypeError(f"op must be a ReduceOp or one of {', '.join(_NAMES)} as a string, got {op!r}")
-    return name
-
-
 def _share(tensor: torch.Tensor, size: int) -> torch.Tensor:
     """Return the summand for a mean of ``size`` real tensors: divided before it is rounded."""
     return tensor.to(wide_dtype(tensor.dtype)) / size
@@ -140,13 +128,3 @@ def sum_of_two(first: torch.Tensor, second: torch.Tensor, into: torch.Tensor) ->
     if into.is_inference():  # inference mode may have ended since
         return first + second
     return torch.add(first, second, out=into)
-
-
-def zeros_after(received: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return zeros that depend on what a collective gave this rank, though no element of it is used.
-
-    So its backward, which the other ranks wait for, runs on this rank, and no compiler optimizes it away.
-    """
-    wide = wide_dtype(like.dtype)
-    zeros = torch.zeros_like(like, dtype=wide, memory_format=torch.contiguous_format, requires_grad=False)
-    return (zeros + received.flatten()[:0].to(wide).sum(dtype=wide)).to(like.dtype)

@@ -11,8 +11,8 @@ from torch.distributed import ReduceOp
 from dist_autograd_collectives import arguments
 from dist_autograd_collectives.calls import Call, Convention, Map, Tensors, members
 from dist_autograd_collectives.collective import collective, identity, prepare, step
-from dist_autograd_collectives.parts import join, pad, pieces
-from dist_autograd_collectives.reductions import ReduceOperation, Reduction, zeros_after
+from dist_autograd_collectives.parts import concatenate, join, pad, pieces
+from dist_autograd_collectives.reductions import ReduceOperation, Reduction
 from dist_utils import GroupLike
 
 T = TypeVar("T")
@@ -123,10 +123,15 @@ def reduce(
         summand = reduction.summand(tensor)
         return step(Map("reduce", call, root), [summand], reduction.result)
 
-    def reduce_rows(rows: torch.Tensor) -> torch.Tensor:
-        return reduction.reduce(rows) if who.rank == root else zeros_after(rows, tensor)
+    length, is_root = tensor.numel(), who.rank == root
+    outgoing = tuple(length if rank == root else 0 for rank in range(who.size))
+    incoming = (length if is_root else 0,) * who.size
 
-    return step(Map("gather", call, root), [tensor.unsqueeze(0)], reduce_rows)
+    def reduce_rows(rows: torch.Tensor) -> torch.Tensor:
+        total = reduction.reduce(rows.view(who.size, length)) if is_root else pad(rows, length)
+        return total.view(tensor.shape)
+
+    return step(Map("exchange", call, 0, outgoing, incoming), [tensor.flatten()], reduce_rows)
 
 
 @collective
@@ -169,7 +174,10 @@ def reduce_scatter(
     reduction = Reduction.parse(op, output, who.size)
     title = f"reduce_scatter({reduction.name})"
     call, parts = prepare(title, who, input_list, anchor, check)
-    return _reduce_for_each(parts, call, reduction, lambda part: arguments.fill(output, part))
+    flat = [part.flatten() for part in parts]
+    return _reduce_for_each(
+        flat, call, reduction, lambda part: arguments.fill(output, part.view(output.shape))
+    )
 
 
 @collective
@@ -221,8 +229,10 @@ def reduce_scatter_dim(
     title, terms = f"reduce_scatter_dim({reduction.name})", f", {dim}, {list(lengths)}"
     call, (tensor,) = prepare(title, who, [tensor], anchor, check, terms=terms)
     longest, mine = max(lengths), lengths[who.rank]
-    parts = [pad(part, longest) for part in torch.split(tensor.movedim(dim, 0), list(lengths))]
-    return _reduce_for_each(parts, call, reduction, lambda part: part[:mine].movedim(0, dim))
+    rows = tensor.movedim(dim, 0)
+    if min(lengths) < longest:
+        rows = concatenate([pad(part, longest) for part in torch.split(rows, list(lengths))])
+    return _reduce_for_each([rows], call, reduction, lambda part: part[:mine].movedim(0, dim))
 
 
 @collective
@@ -257,10 +267,8 @@ def copy_to_group(
     """
     tensor, who = arguments.check_tensor("tensor", tensor), members(group)
     # What comes back is summed as if the loss were one that all ranks compute.
-    call, tensors = prepare(
-        "copy_to_group", who, [tensor], anchor, check, grad="replicated", communicates=False
-    )
-    return step(Map("copy", call), tensors, identity)
+    call, tensors = prepare("copy_to_group", who, [tensor], anchor, check, grad="replicated")
+    return step(Map("all_reduce", call, alone=True), tensors, identity)
 
 
 @collective
@@ -350,32 +358,36 @@ def reduce_scatter_dim_coalesced(
     title = f"reduce_scatter_dim_coalesced({reduction.name})"
     call, tensors = prepare(title, who, tensors, anchor, check, terms=f", {dims}")
     rows = [tensor.movedim(place, 0) for tensor, place in zip(tensors, dims, strict=True)]
-    cut = [row.reshape(who.size, row.shape[0] // who.size, *row.shape[1:]) for row in rows]
-    parts = [join([tensor[rank] for tensor in cut]) for rank in range(who.size)]
-    shapes = [tensor.shape[1:] for tensor in cut]
+    parts = torch.cat([row.reshape(who.size, row.numel() // who.size) for row in rows], 1)
+    shapes = [(row.shape[0] // who.size, *row.shape[1:]) for row in rows]
 
     def separate(flat: torch.Tensor) -> Tensors:
         pairs = zip(pieces(flat, shapes), dims, strict=True)
         return tuple(piece.movedim(0, place) for piece, place in pairs)
 
-    return _reduce_for_each(parts, call, reduction, separate)
+    return _reduce_for_each([parts.flatten()], call, reduction, separate)
 
 
 def _reduce_for_each(
     parts: Sequence[torch.Tensor], call: Call, reduction: Reduction, then: Callable[[torch.Tensor], T]
 ) -> T:
-    """Reduce the ``r``-th of W tensors of one shape to rank ``r``.
+    """Reduce the ``r``-th of W equal parts to rank ``r``: W tensors, or parts of one along dimension 0.
 
     Anything but a sum is reduced at its destination, from all ranks' parts: that sends as many bytes as a
     ring, and uses torch's own gradients.
     """
+    separate, size = len(parts) > 1, reduction.size
     if reduction.is_sum:
         summands = [reduction.summand(part) for part in parts]
-        sums = Map("reduce_scatter", call, separate_input=True)
+        sums = Map("reduce_scatter", call, separate_input=separate)
         return step(sums, summands, lambda total: then(reduction.result(total)))
-    rows = (1,) * reduction.size
-    exchange = Map("exchange", call, input_splits=rows, output_splits=rows, separate_input=True)
-    return step(exchange, [part.unsqueeze(0) for part in parts], lambda rows: then(reduction.reduce(rows)))
+    length = len(parts) * parts[0].shape[0] // size
+    exchange = Map("exchange", call, 0, (length,) * size, (length,) * size, separate_input=separate)
+
+    def reduce_rows(received: torch.Tensor) -> T:
+        return then(reduction.reduce(received.view(size, length, *received.shape[1:])))
+
+    return step(exchange, parts, reduce_rows)
 
 
 def _reduce_for_all(
@@ -391,5 +403,4 @@ def _reduce_for_all(
         return step(Map("all_gather", call), [part], whole)
 
     length = -(-tensor.numel() // reduction.size)
-    rows = pad(tensor.flatten(), length * reduction.size).view(reduction.size, length)
-    return _reduce_for_each(rows.unbind(0), call, reduction, gather)
+    return _reduce_for_each([pad(tensor.flatten(), length * reduction.size)], call, reduction, gather)

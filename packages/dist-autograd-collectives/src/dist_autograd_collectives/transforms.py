@@ -38,8 +38,7 @@ def is_recorded() -> bool:
     """Return whether what runs now becomes part of a graph: of ``torch.compile``, or of ``make_fx``."""
     if torch.compiler.is_compiling():
         return True
-    modes = private("torch._C", "_len_torch_dispatch_stack", "collectives in recorded graphs")()
-    return modes > 0 and get_proxy_mode() is not None
+    return get_proxy_mode() is not None
 
 
 def is_traced() -> bool:
@@ -70,22 +69,22 @@ def is_batched_gradient(tensor: torch.Tensor) -> bool:
 
 def apply(tensors: Tensors, linear_map: Map) -> Tensors:
     """Apply a linear map by the operator, which takes and returns one tensor: separate parts are joined."""
-    received = _operator(backend.join(tensors, linear_map), *_arguments(linear_map))
+    received = _operator(backend.join(tensors), *_arguments(linear_map))
     return backend.separate(received, linear_map)
 
 
 def _arguments(linear_map: Map) -> tuple[Any, ...]:
     """Return a map of joined parts as the operator's arguments; its inverse is :func:`_map`."""
     call, who = linear_map.call, linear_map.call.who  # Dynamo of torch 2.6 does not unpack named tuples
-    own = linear_map.kind, linear_map.root, linear_map.order
+    own = linear_map.kind, linear_map.root, linear_map.order, linear_map.alone
     splits = list(linear_map.input_splits), list(linear_map.output_splits)
     return *own, *splits, call.title, call.replicated, call.key, who.name, who.size, who.rank
 
 
 def _map(*arguments: Any) -> Map:
-    kind, root, order, input_splits, output_splits, title, replicated, key, *members = arguments
-    call = Call(title, Members(None, *members), replicated, form=key)
-    return Map(kind, call, root, tuple(input_splits), tuple(output_splits), order=order)
+    kind, root, order, alone, input_splits, output_splits, title, replicated, key, *members = arguments
+    call = Call(title, Members(None, *members), replicated, key)
+    return Map(kind, call, root, tuple(input_splits), tuple(output_splits), alone=alone, order=order)
 
 
 def _transpose(*arguments: Any) -> tuple[Any, ...]:
@@ -134,8 +133,8 @@ def _view_of_one_call(x: torch.Tensor, number: int) -> torch.Tensor:
 _NAME = "dist_autograd_collectives::linear"
 _LIBRARY: Any = torch.library.Library("dist_autograd_collectives", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
-    "linear(Tensor x, str kind, int root, int order, SymInt[] input_splits, SymInt[] output_splits, "
-    "str title, bool replicated, int key, str group, int size, int rank) -> Tensor"
+    "linear(Tensor x, str kind, int root, int order, bool alone, SymInt[] input_splits, "
+    "SymInt[] output_splits, str title, bool replicated, int key, str group, int size, int rank) -> Tensor"
 )
 _operator: Any = torch.ops.dist_autograd_collectives.linear.default
 
