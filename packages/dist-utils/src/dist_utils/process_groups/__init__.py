@@ -13,6 +13,7 @@ from dist_utils.process_groups.groups import (
     resolve_group,
     runs_on_host,
 )
+from dist_utils.process_groups.jobs import record_use
 from dist_utils.process_groups.matching_tensors import (
     TensorClaim,
     TensorMismatchError,
@@ -21,7 +22,6 @@ from dist_utils.process_groups.matching_tensors import (
 )
 from dist_utils.process_groups.messages import Arrival, all_gather_plain, start_messages
 from dist_utils.process_groups.ordered_worker import OrderedWorker
-from dist_utils.process_groups.side_stream import record_use
 
 __all__ = [
     "AgreementError",

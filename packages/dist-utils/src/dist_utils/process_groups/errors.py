@@ -30,10 +30,11 @@ class FirstError:
     def __init__(self) -> None:
         self.error: Exception | None = None
 
-    def keep(self, error: BaseException) -> None:
-        """Keep a copy of an error, unless there is one already."""
+    def keep(self, error: BaseException) -> Exception:
+        """Keep a copy of an error, unless there is one already; return the first."""
         if self.error is None:
             self.error = same_error(error)
+        return self.error
 
     def raise_again(self) -> None:
         """Raise a copy of the error, if there is one."""
