@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dist_utils.process_groups.agreement import require_same_terms, terms_body
+from dist_utils.process_groups.agreement import require_same_terms, term_texts
 from dist_utils.process_groups.errors import FirstError
 
 _MOST = 1 << 16
@@ -71,7 +71,7 @@ class KnownTerms:
         if came not in self._digests:
             if len(self._digests) >= _MOST_TEXTS:
                 self._digests.clear()
-            self._digests[came] = _sha256(f"{title!r} {terms_body(terms)}")
+            self._digests[came] = _sha256(f"{title!r} {term_texts(terms)}")
         return self._digests[came]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
-from dist_utils.process_groups.agreement import Verdict, compare, terms_body
+from dist_utils.process_groups.agreement import Verdict, compare
 from dist_utils.process_groups.errors import FirstError, drop_frames, same_error
 from dist_utils.process_groups.groups import GroupLike, resolve_group, runs_on_host
 from dist_utils.process_groups.jobs import HOST, Job, SideStreams
@@ -179,15 +179,14 @@ class OrderedWorker:
             self._failure.raise_again()
             if self._agreed is None:
                 try:
-                    self._agreed = compare(self._process_group, self._name, self._describe)
+                    self._agreed = compare(
+                        self._process_group, self._name, self._terms, lambda: f"{_this_host()} {self._note()}"
+                    )
                 except BaseException as error:  # an interrupt, too: the other ranks are told of it
                     self._failure.keep(error)
                     raise
                 self._terms, self._note = dict, str  # they may hold the worker's owner, a cycle
             return self._agreed
-
-    def _describe(self) -> tuple[dict[str, str], str]:
-        return terms_body(self._terms()), f"{_this_host()} {self._note()}"
 
     def hosts(self) -> list[int]:
         """Return for each rank of the group the number of its host; hosts are numbered as they first appear.
