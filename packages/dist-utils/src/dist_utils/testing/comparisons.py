@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from dist_utils.process_groups import GroupLike, all_gather_plain, resolve_group
+from dist_utils.process_groups.groups import GroupLike, resolve_group
+from dist_utils.process_groups.messages import all_gather_plain
 
 
 def same_bits(left: Any, right: Any) -> bool:
