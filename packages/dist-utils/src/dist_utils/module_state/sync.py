@@ -111,18 +111,18 @@ def _sync(
 ) -> None:
     """Compare what all ranks have collected, and broadcast it."""
     group = resolve_group(process_group)
-    names: list[str] = []
     tensors: list[torch.Tensor] = []
-    problem: BaseException | None = None
+    claim, problem = TensorClaim([]), None
     try:
         names, tensors = collect()
         _require_arguments(group, bucket_bytes, src)
         require_sendable(group, names, tensors)
+        if verify:
+            arguments = f"broadcast_bucket_size {bucket_bytes!r}, src {src!r}"
+            claim = TensorClaim.of(tensors, names, arguments)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         problem = error
     if verify:
-        arguments = f"broadcast_bucket_size {bucket_bytes!r}, src {src!r}"
-        claim = TensorClaim([]) if problem is not None else TensorClaim.of(tensors, names, arguments)
         require_same_tensors(group, claim, problem)
     elif problem is not None:
         raise problem

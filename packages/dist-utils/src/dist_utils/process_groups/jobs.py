@@ -111,8 +111,7 @@ class Job(Generic[T]):
         except catches as error:
             first = failure.keep(error)
             # Its frames would keep the group and its connections alive, and the future that holds the error.
-            with contextlib.suppress(BaseException):  # the error's own methods may fail
-                drop_frames(error)
+            drop_frames(error)
             return first
         return None
 

@@ -133,8 +133,7 @@ def _through_host(
 ) -> list[_FromHost]:
     sent = [(rank, _on_host(tensor).copy_(tensor, non_blocking=True)) for rank, tensor in outgoing]
     received = [(rank, _on_host(tensor)) for rank, tensor in incoming]
-    if device.type != "cpu":
-        torch.get_device_module(device).current_stream(device).synchronize()
+    torch.get_device_module(device).current_stream(device).synchronize()
     both = [(on_host, tensor) for (_, on_host), (_, tensor) in zip(received, incoming, strict=True)]
     return [_FromHost(_start(group, received, sent, tag), both, [on_host for _, on_host in sent])]
 
@@ -161,7 +160,7 @@ class _FromHost:
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Allocate memory on the host for a tensor: pinned, so that copies do not block."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 def all_gather_plain(process_group: GroupLike, value: Any) -> list[Any]:

@@ -194,18 +194,13 @@ class OrderedWorker:
         Ranks share a host if they have its name, boot and network namespace in common. They tell each other
         when they :meth:`agree`, which this does if need be: every rank must call it.
         """
-        found = [host for host, _ in self._hosts_and_notes()]
+        found = [told.partition(" ")[0] for told in self._agreement().notes]
         numbers = {host: number for number, host in enumerate(dict.fromkeys(found))}
         return [numbers[host] for host in found]
 
     def notes(self) -> list[str]:
         """Return what ``note`` returned on each rank of the group, told like :meth:`hosts`."""
-        return [note for _, note in self._hosts_and_notes()]
-
-    def _hosts_and_notes(self) -> list[tuple[str, str]]:
-        """Return the host and the note of each rank."""
-        published = self._agreement().notes
-        return [(host, note) for host, _, note in (one.partition(" ") for one in published)]
+        return [told.partition(" ")[2] for told in self._agreement().notes]
 
     def require_same_terms(
         self, title: str, terms: Mapping[str, object], *, about: object | None = None
