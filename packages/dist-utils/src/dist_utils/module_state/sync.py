@@ -153,9 +153,6 @@ def _contents(
 
 
 def _require_arguments(group: dist.ProcessGroup, bucket_bytes: Any, src: Any) -> None:
-    for label, value in (("broadcast_bucket_size", bucket_bytes), ("src", src)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{label} must be an int, got {value!r}")
     if bucket_bytes <= 0:
         raise ValueError(f"broadcast_bucket_size must be positive, got {bucket_bytes}")
     if not 0 <= src < group.size():

@@ -106,8 +106,7 @@ def require_same_terms(
         AgreementError: On every rank, with the same message: the terms that differ and which ranks have
             which values; or, after the timeout, which ranks came and which did not. Or on a rank that has
             lost its connection to the store.
-        TypeError, ValueError: An argument is wrong, on this rank; the others get an ``AgreementError``. So
-            does whatever the ``repr`` of a term raises.
+        Exception: Whatever the ``repr`` of a term raises, on this rank; the others get an ``AgreementError``.
         RuntimeError, TypeError, ValueError: As :func:`dist_utils.resolve_group`.
 
     Cost:
@@ -135,7 +134,7 @@ def compare(
 
     Args:
         group: The ranks.
-        title: What this rank is about to do; compared, too. Not being a string is a problem.
+        title: What this rank is about to do; compared, too.
         terms: Returns what must be equal on all ranks. What it raises is this rank's problem.
         note: Returns a short text for the other ranks, which need not be equal. Likewise.
         problem: Why this rank cannot go on. It is raised here; the other ranks get its text.
@@ -144,12 +143,10 @@ def compare(
     Raises:
         AgreementError: As :func:`require_same_terms`.
     """
-    claim, seconds = Claim("", {}), 0.0
+    claim, seconds = Claim(f"{title}", {}), None
     try:
-        claim = Claim(_text(title), {})
-        if timeout is not None:
-            seconds = _seconds(timeout)
         claim = Claim(claim.title, term_texts(terms()), note())
+        seconds = None if timeout is None else timeout.total_seconds()
     except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         problem = error if problem is None else problem
     if group.size() == 1 or dist.get_backend(group) == "fake":
@@ -160,7 +157,8 @@ def compare(
         claim = claim._replace(problem=error_text(problem))
     try:
         with store_connection() as store:
-            verdict = _Meeting(group, store).hold(claim, seconds or timeout_seconds(group))
+            meeting = _Meeting(group, store)
+            verdict = meeting.hold(claim, timeout_seconds(group) if seconds is None else seconds)
     except dist.DistError as error:
         raise AgreementError(f"{claim.prefix}{error}") from problem
     if problem is not None:
@@ -170,20 +168,6 @@ def compare(
         refusal.missing = tuple(verdict.missing)
         raise refusal
     return verdict
-
-
-def _text(title: object) -> str:
-    if not isinstance(title, str):
-        raise TypeError(f"a title or a name must be a string, got {type(title).__name__}")
-    return title
-
-
-def _seconds(timeout: object) -> float:
-    if not isinstance(timeout, timedelta):
-        raise TypeError(f"timeout must be a timedelta, got {type(timeout).__name__}")
-    if timeout <= timedelta(0):
-        raise ValueError(f"timeout must be positive, got {timeout}")
-    return timeout.total_seconds()
 
 
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
@@ -316,11 +300,8 @@ def _by_value(values: Sequence[str], ranks: Sequence[int]) -> str:
 
 
 def term_texts(terms: Mapping[str, object] | None) -> dict[str, str]:
-    """Return terms as they are compared, in the order of their names; raises if a name is no string."""
-    for name in terms or {}:
-        if not isinstance(name, str):
-            raise TypeError(f"terms must have strings for names, got {name!r}")
-    return {name: _term_text(value) for name, value in sorted((terms or {}).items())}
+    """Return terms as they are compared, in the order of their names."""
+    return {f"{name}": _term_text(value) for name, value in sorted((terms or {}).items())}
 
 
 def _term_text(value: object) -> str:
