@@ -158,7 +158,7 @@ def _refusals(rank):
         (TypeError, "a tensor or a sequence of tensors, got a dict", {"a": ones}),
         (TypeError, "floating-point dtype, got .* torch.int64", torch.ones(3).long()),
         (ValueError, "two of the tensors share memory", [square, square.t()]),
-        (ValueError, "a DTensor that holds no memory", sharded),
+        (ValueError, "is a DTensor, whose memory", sharded),
     ):
         refused(kind, match, all_reduce, tensors, AVG, state)
     refused(ValueError, "ReduceOp.SUM or ReduceOp.AVG", all_reduce, ones, dist.ReduceOp.MAX, state)

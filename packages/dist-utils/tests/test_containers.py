@@ -333,12 +333,6 @@ def test_a_cycle_is_an_error_with_its_path():
         apply_to_tensors(double, [0, Plain(inner)])
 
 
-@pytest.mark.parametrize("kind", [set, frozenset])
-def test_a_set_does_not_shrink_in_silence(kind):
-    with pytest.raises(ValueError, match=f"a {kind.__name__} of 2 elements would shrink to 1"):
-        apply_to_tensors(lambda tensor: tensor.shape, kind([one(), one()]))
-
-
 class Hidden:
     def __init__(self, **attributes):
         self.__dict__.update(attributes)

@@ -1,5 +1,6 @@
 """Stored errors show where they were raised, and keep nothing alive."""
 
+import dataclasses
 import traceback
 import weakref
 
@@ -51,12 +52,11 @@ def test_a_copied_error_holds_nothing_and_shows_where_it_was_raised():
     copied = same_error(original)
     assert (type(copied), str(copied), copied.note) == (RuntimeError, "another one", "kept")
     again = same_error(copied)
-    assert (type(again.__cause__), str(again.__cause__)) == (ValueError, "_Held")
     drop_frames(original)
     assert watched() is None
     shown = "".join(traceback.format_exception(again))
     assert "raise ValueError" in shown
-    assert "RuntimeError: another one" in shown
+    assert "raise RuntimeError" in shown
 
 
 class _OddError(Exception):
@@ -73,36 +73,21 @@ class _SilentError(Exception):
     __repr__ = __str__
 
 
-class _OwnCauseError(Exception):
-    """Its cause is an attribute of its own."""
+@dataclasses.dataclass(frozen=True)
+class _FrozenError(Exception):
+    """Refuses every new attribute, its cause included."""
 
-    __cause__ = 5
-
-
-class _HiddenCauseError(Exception):
-    """Reading its cause raises."""
-
-    def __getattribute__(self, name):
-        if name == "__cause__":
-            raise RuntimeError(name)
-        return super().__getattribute__(name)
+    where: str
 
 
-@pytest.mark.parametrize("kind", [_OwnCauseError, _HiddenCauseError])
-def test_an_attribute_for_the_cause_is_left_alone(kind):
-    copied = same_error(kind("text"))
+def test_an_error_that_takes_no_attribute_is_copied_too():
+    copied = same_error(_FrozenError("here"))
     drop_frames(copied)
-    assert (type(copied), str(copied)) == (kind, "text")
+    assert copied == _FrozenError("here")
+    assert "_FrozenError: here" in str(copied.__cause__)
 
 
 def test_no_method_of_an_error_gets_in_the_way():
     assert str(same_error(_OddError(1, 2))) == "1 and 2"
     assert str(same_error(KeyboardInterrupt())) == "KeyboardInterrupt()"
     assert str(same_error(_SilentError())) == "_SilentError"
-
-
-def test_circular_chains_of_causes_are_copied_in_part():
-    first, second = ValueError("first"), ValueError("second")
-    first.__cause__, second.__cause__ = second, first
-    copied = same_error(first)
-    assert (str(copied), str(copied.__cause__)) == ("first", "second")

@@ -63,16 +63,7 @@ def test_the_metadata_of_modules_is_renamed_but_not_that_of_copies_which_share_i
     assert (list(state_dict), list(state_dict._metadata)) == (["module.layer.weight"], before)
 
 
-def with_versions(**versions):
-    state_dict = OrderedDict((f"{name}.{name}", version) for name, version in versions.items())
-    state_dict._metadata = OrderedDict((name, {"version": version}) for name, version in versions.items())
-    return state_dict
-
-
-def test_versions_of_different_modules_collide_like_keys():
-    with pytest.raises(ValueError, match="version of 'a' would become 'b'"):
-        renamed(with_versions(a=1, b=2), "a.", "b.")
-    for choice, version in (("keep", 2), ("overwrite", 1)):
-        chosen = renamed(with_versions(a=1, b=2), "a.", "b.", on_collision=choice)
-        assert chosen._metadata == {"b": {"version": version}}
-    assert renamed(with_versions(a=1, b=1), "a.", "b.")._metadata == {"b": {"version": 1}}
+def test_a_renamed_modules_version_replaces_that_of_its_new_name():
+    state_dict = OrderedDict([("a.a", 1), ("b.b", 2)])
+    state_dict._metadata = OrderedDict(a={"version": 1}, b={"version": 2})
+    assert renamed(state_dict, "a.", "b.")._metadata == {"b": {"version": 1}}

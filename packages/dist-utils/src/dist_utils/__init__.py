@@ -13,18 +13,14 @@ from dist_utils.containers.walk import apply_to_tensors
 from dist_utils.module_state.storage import alloc_storage, data_ptr_allocated, free_storage
 from dist_utils.module_state.sync import sync_module_states, sync_params_and_buffers
 from dist_utils.module_state.tree import get_root_modules, replace_by_prefix
-from dist_utils.process_groups import (
-    AgreementError,
-    GroupLike,
-    OrderedWorker,
+from dist_utils.process_groups.agreement import AgreementError, require_same_terms
+from dist_utils.process_groups.groups import GroupLike, global_rank, group_rank, resolve_group
+from dist_utils.process_groups.matching_tensors import (
     TensorMismatchError,
-    global_rank,
-    group_rank,
-    require_same_terms,
-    resolve_group,
-    start_messages,
     verify_param_shape_across_processes,
 )
+from dist_utils.process_groups.messages import start_messages
+from dist_utils.process_groups.ordered_worker import OrderedWorker
 
 __all__ = [
     "AgreementError",

@@ -200,50 +200,21 @@ def default_store() -> Store:
     return cast("Store", store())
 
 
-def all_gather_single(
-    output: torch.Tensor,
-    input: torch.Tensor,  # noqa: A002 - torch's name for it
-    group: dist.ProcessGroup | None = None,
-    *,
-    async_op: bool = False,
-) -> dist.Work | None:
-    """Gather one tensor per rank into one output tensor.
+all_gather_single: Callable[..., Any]
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gather one tensor per rank into one tensor: ``(output, input, group=None, async_op=False)``.
 
-    ``torch.distributed.all_gather_single`` where it exists (2.13), else its older name
-    ``all_gather_into_tensor``, which newer versions deprecate.
+``torch.distributed.all_gather_single`` where it exists (2.13), else its older name
+``all_gather_into_tensor``, which newer versions deprecate.
+"""
 
-    Args:
-        output: ``W * input.numel()`` elements, in rank order.
-        input: This rank's part.
-        group: The process group; ``None`` is WORLD.
-        async_op: Return a work handle and do not wait.
-    """
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return cast("dist.Work | None", gather(output, input, group=group, async_op=async_op))
+reduce_scatter_single: Callable[..., Any]
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Reduce one tensor and leave each rank its part: ``(output, input, op=SUM, group=None, async_op=False)``.
 
-
-def reduce_scatter_single(
-    output: torch.Tensor,
-    input: torch.Tensor,  # noqa: A002 - torch's name for it
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
-    *,
-    async_op: bool = False,
-) -> dist.Work | None:
-    """Reduce one input tensor over the ranks and leave each rank its part.
-
-    ``torch.distributed.reduce_scatter_single`` where it exists (2.13), else its older name
-    ``reduce_scatter_tensor``, which newer versions deprecate.
-
-    Args:
-        output: This rank's part, ``input.numel() / W`` elements.
-        input: All parts, in rank order.
-        op: The reduction.
-        group: The process group; ``None`` is WORLD.
-        async_op: Return a work handle and do not wait.
-    """
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return cast("dist.Work | None", scatter(output, input, op, group=group, async_op=async_op))
+``torch.distributed.reduce_scatter_single`` where it exists (2.13), else its older name
+``reduce_scatter_tensor``, which newer versions deprecate.
+"""
 
 
 def start_traceable_collective(

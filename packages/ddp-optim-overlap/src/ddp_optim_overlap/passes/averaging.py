@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from dist_utils import resolve_group
-from dist_utils.process_groups import GroupLike, future_of_work
+from dist_utils import GroupLike, resolve_group
+from dist_utils.process_groups import future_of_work
 from dist_utils.torch_compat import GradBucket
 
 

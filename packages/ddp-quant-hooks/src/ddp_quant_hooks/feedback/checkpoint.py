@@ -28,16 +28,9 @@ from ddp_quant_hooks.feedback.store import (
     Piece,
     owner_length,
 )
-from dist_utils import GroupLike
+from dist_utils import GroupLike, group_rank, start_messages
 from dist_utils.comm_hooks import HookState
-from dist_utils.process_groups import (
-    TensorClaim,
-    all_gather_plain,
-    collective_device,
-    group_rank,
-    require_same_tensors,
-    start_messages,
-)
+from dist_utils.process_groups import TensorClaim, all_gather_plain, collective_device, require_same_tensors
 from dist_utils.torch_compat import inside_backward
 
 if TYPE_CHECKING:

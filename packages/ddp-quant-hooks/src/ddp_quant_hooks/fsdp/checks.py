@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ddp_quant_hooks.feedback.step import value_count
 from ddp_quant_hooks.states import QuantizedAllreduceState
-from dist_utils.process_groups import require_same_terms
+from dist_utils import require_same_terms
 from dist_utils.torch_compat import inside_backward, private
 
 _PURPOSE = "averaging gradients under fully_shard"

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
 
-from dist_utils.process_groups.side_stream import empty_future, fail, new_future
+from dist_utils.process_groups.jobs import empty_future, fail, new_future
 from dist_utils.torch_compat import GradBucket
 
 CommHook: TypeAlias = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]

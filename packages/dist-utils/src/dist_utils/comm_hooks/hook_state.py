@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_utils import torch_compat
-from dist_utils.process_groups import GroupLike, OrderedWorker, group_of_model, resolve_group
 from dist_utils.process_groups.errors import FirstError
+from dist_utils.process_groups.groups import GroupLike, group_of_model, resolve_group
 from dist_utils.process_groups.known_terms import KnownTerms
+from dist_utils.process_groups.ordered_worker import OrderedWorker
 
 if TYPE_CHECKING:
     from typing_extensions import Self

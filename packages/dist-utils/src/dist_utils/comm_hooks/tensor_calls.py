@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dist_utils import torch_compat
 from dist_utils.comm_hooks.buckets import GRADIENT_DTYPES
-from dist_utils.module_state.broadcasts import is_expanded
+from dist_utils.module_state.broadcasts import obstacle
 
 
 def checked_tensors(call: str, tensor: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -75,23 +75,9 @@ def _why_not_writable(one: torch.Tensor) -> str:
         return "is part of a graph, which would not see that it changes: give its detach()"
     if transformed := torch_compat.transformed_as(one):
         return f"is {transformed}, inside a transform, which would not see that it changes"
-    if one.is_meta:
-        return "is a meta tensor and holds no values"
     if one.is_inference():
         return "was made in inference mode and cannot be written outside of it: give a clone"
-    if one.numel() and not _holds_memory(one):
-        kind = type(one).__name__
-        return f"is a {kind} that holds no memory: of a DTensor give its to_local(), outside of torch.func"
-    if is_expanded(one):
-        return "has elements that share memory (expand()): give its clone()"
-    return ""
-
-
-def _holds_memory(tensor: torch.Tensor) -> bool:
-    try:
-        return tensor.data_ptr() != 0
-    except RuntimeError:  # a tensor of torch.func, or a fake tensor
-        return False
+    return obstacle(one)
 
 
 def _kinds_of(given: object) -> str:

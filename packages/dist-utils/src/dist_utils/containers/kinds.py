@@ -92,37 +92,37 @@ class Kind:
 
     def children(self, obj: Any) -> list[Any]:
         """Return what an object holds."""
-        return [*self.flatten(obj), *self._own_dict(obj).values(), *self._filled_slots(obj).values()]
+        return [*self.flatten(obj), *self._attributes(obj).values()]
 
     def names(self, obj: Any) -> list[str]:
         """Return the name of each child in a path."""
         keys = self.base.keys(obj) if self.is_dict else range(len(list(self.flatten(obj))))
-        attributes = [*self._own_dict(obj), *(slot.__name__ for slot in self._filled_slots(obj))]
+        attributes = [key if isinstance(key, str) else key.__name__ for key in self._attributes(obj)]
         return [f"[{key!r}]" for key in keys] + [f".{name}" for name in attributes]
 
     def rebuild(self, obj: Any, children: list[Any]) -> Any:
         """Return a new object with other children than the original's."""
-        own, slots = self._own_dict(obj), self._filled_slots(obj)
-        first, second = len(children) - len(own) - len(slots), len(children) - len(slots)
+        attributes = self._attributes(obj)
+        first = len(children) - len(attributes)
         new = self.unflatten(obj, children[:first])
-        if own:  # past properties of the same name
-            object.__getattribute__(new, "__dict__").update(zip(own, children[first:second], strict=True))
-        for slot, value in zip(slots, children[second:], strict=True):
-            slot.__set__(new, value)
+        own = object.__getattribute__(new, "__dict__") if self.has_dict else {}  # past properties
+        for key, value in zip(attributes, children[first:], strict=True):
+            if isinstance(key, str):
+                own[key] = value
+            else:
+                key.__set__(new, value)
         if self.has_dict and object.__getattribute__(obj, "__dict__") is obj:
             object.__setattr__(new, "__dict__", new)
         return new
 
-    def _own_dict(self, obj: Any) -> dict[str, Any]:
-        own: dict[str, Any] = object.__getattribute__(obj, "__dict__") if self.has_dict else {}
-        return {} if own is obj else own  # by the recipe ``self.__dict__ = self`` it has the items
-
-    def _filled_slots(self, obj: Any) -> dict[MemberDescriptorType, Any]:
-        filled = {}
+    def _attributes(self, obj: Any) -> dict[str | MemberDescriptorType, Any]:
+        """Return the attributes of an object: by name, and what is in slots by its slot."""
+        own = object.__getattribute__(obj, "__dict__") if self.has_dict else {}
+        attributes = {} if own is obj else {**own}  # by the recipe ``self.__dict__ = self`` it has the items
         for slot in self.slots:
             with contextlib.suppress(AttributeError):  # never set
-                filled[slot] = slot.__get__(obj)
-        return filled
+                attributes[slot] = slot.__get__(obj)
+        return attributes
 
     def _items(self, obj: Any) -> Iterable[Any]:
         if self.base in _WITH_ITEMS:
@@ -144,11 +144,6 @@ class Kind:
             deque.__init__(new, items, obj.maxlen)
         elif base in (list, set):
             base.__init__(new, items)
-        if base in (set, frozenset) and base.__len__(new) != len(items):
-            raise ValueError(
-                f"a {cls.__name__} of {len(items)} elements would shrink to {base.__len__(new)}, because fn "
-                "returned equal objects for different ones"
-            )
         return new
 
 

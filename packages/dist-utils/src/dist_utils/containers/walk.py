@@ -61,7 +61,8 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any, *, stric
     - For a ``PackedSequence``, ``fn`` gets the data; the indices follow it to its device.
 
     Args:
-        fn: Called with each tensor. It may return anything, including the tensor itself.
+        fn: Called with each tensor. It may return anything, including the tensor itself. In a set, equal
+            results become one.
         container: What to walk. A lone tensor gives ``fn(tensor)``.
         strict: Refuse objects that hold tensors out of reach. Looks at whatever the garbage collector says
             an object refers to (attributes, slots, items, iterators), and at defaults and closures of
@@ -71,8 +72,7 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any, *, stric
         An object like ``container``.
 
     Raises:
-        ValueError: A container contains itself (the message has the path), or elements of a set would
-            collapse into one.
+        ValueError: A container contains itself; the message has the path.
         TypeError: A container that changes has state that only its constructor can make. With ``strict``: an
             object holds a tensor out of reach; the message has the path.
         RecursionError: Containers are nested deeper than Python's stack allows; 300 levels are safe.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,9 +41,8 @@ def require_sendable(group: dist.ProcessGroup, names: Sequence[str], tensors: Se
     for name, tensor in zip(names, tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor")
-        for obstacle, stands_in in _OBSTACLES.items():
-            if stands_in(tensor):
-                raise ValueError(f"{name} {obstacle.format(tensor)}")
+        if why := obstacle(tensor):
+            raise ValueError(f"{name} {why}")
         if tensor.device.type not in served:
             raise ValueError(f"{name} is on {tensor.device}, but the group's backends serve {served} only")
         # Torch can name more dtypes than it can copy, and coalesce fewer still.
@@ -164,38 +163,33 @@ def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [getattr(whole, part)() for part in _SPARSE_PARTS[tensor.layout]]
 
 
-def is_expanded(tensor: torch.Tensor) -> bool:
-    """Return whether a dense tensor repeats elements by a stride of zero, as ``expand`` makes it."""
-    return tensor.layout is torch.strided and any(
-        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+def obstacle(tensor: torch.Tensor) -> str:
+    """Return why a tensor cannot be sent from its memory, or written in it, for a message; else nothing."""
+    dense, kind = tensor.layout is torch.strided, type(tensor)
+    if torch.nn.parameter.is_lazy(tensor):
+        return "is not initialized yet: run a forward pass first"
+    if tensor.is_nested:
+        return "is a nested tensor: give the tensors inside"
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"is a {kind.__name__}, whose memory its class handles: of a DTensor give its to_local()"
+    if tensor.is_meta:
+        return "is on the meta device and has no values"
+    if tensor.is_quantized:
+        return "is quantized and cannot be copied"
+    if not dense and tensor.layout not in _SPARSE_PARTS:
+        return f"has layout {tensor.layout}, which cannot be sent"
+    if not dense and tensor.is_inference():
+        return "is sparse and was made in inference mode, and can never be written"
+    if dense and tensor.numel() and not _has_memory(tensor):
+        return "has no memory: it has been freed, or belongs to a transform of torch.func"
+    strides = zip(tensor.shape, tensor.stride(), strict=True) if dense else ()
+    if any(stride == 0 and size > 1 for size, stride in strides):
+        return "is expanded: several of its elements are one in memory"
+    return ""
 
 
-def _has_own_dispatch(tensor: torch.Tensor) -> bool:
-    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-
-
-def _is_opaque(tensor: torch.Tensor) -> bool:
-    return tensor.layout is not torch.strided and tensor.layout not in _SPARSE_PARTS
-
-
-def _is_sparse_inference(tensor: torch.Tensor) -> bool:
-    return tensor.layout is not torch.strided and tensor.is_inference()
-
-
-def _is_freed(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
-
-
-_OBSTACLES: dict[str, Callable[[torch.Tensor], bool]] = {
-    "is not initialized yet: run a forward pass first": torch.nn.parameter.is_lazy,
-    "is a nested tensor: synchronize the tensors inside": operator.attrgetter("is_nested"),
-    "is a {0.__class__.__name__}, whose memory its class handles": _has_own_dispatch,
-    "is on the meta device and has no values": operator.attrgetter("is_meta"),
-    "is quantized and cannot be copied": operator.attrgetter("is_quantized"),
-    "has layout {0.layout}, which cannot be sent": _is_opaque,
-    "is sparse and was made in inference mode, and can never be written": _is_sparse_inference,
-    "has no memory: its storage has been freed": _is_freed,
-    "is expanded: several of its elements are one in memory": is_expanded,
-}
-"""Why a tensor cannot be sent or received. Each is asked only if those before it do not apply."""
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.untyped_storage().nbytes() > 0  # an address hides a freed tensor with an offset
+    except RuntimeError:  # of a transform's tensor
+        return False

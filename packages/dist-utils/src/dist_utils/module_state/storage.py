@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
-
-_more_than_covered: Any = WeakIdKeyDictionary()
-"""The bytes that :func:`alloc_storage` gave to tensors that do not cover all of them."""
 
 
 def alloc_storage(tensor: torch.Tensor, size: Sequence[int]) -> bool:
@@ -21,15 +16,16 @@ def alloc_storage(tensor: torch.Tensor, size: Sequence[int]) -> bool:
 
     Args:
         tensor: A strided tensor of any device, after :func:`free_storage`.
-        size: A shape; its number of elements is allocated. Usually ``tensor.shape``.
+        size: A shape; its number of elements is allocated. Usually ``tensor.shape``: with more elements,
+            :func:`free_storage` refuses the tensor, and ``tensor.untyped_storage().resize_(0)`` frees it.
 
     Returns:
         ``True`` if memory was allocated, ``False`` if the storage had this size already. Under
         ``torch.compile`` always ``False``: nothing is done while tracing.
 
     Raises:
-        ValueError: ``size`` has a negative number, the tensor needs more elements than it has, or its
-            storage is allocated with another size.
+        ValueError: The tensor needs more elements than ``size`` has, or its storage is allocated with
+            another size.
         TypeError: The tensor has no storage (a sparse one), or one that cannot be resized (NumPy's
             memory, memory shared between processes).
 
@@ -47,8 +43,6 @@ def alloc_storage(tensor: torch.Tensor, size: Sequence[int]) -> bool:
     if torch.compiler.is_dynamo_compiling():
         return False
     storage = _resizable_storage(tensor)
-    if any(length < 0 for length in size):
-        raise ValueError(f"size {tuple(size)} has a negative number")
     wanted = prod(size) * tensor.element_size()
     if storage.nbytes() == wanted:
         return False
@@ -62,8 +56,6 @@ def alloc_storage(tensor: torch.Tensor, size: Sequence[int]) -> bool:
             f"size {tuple(size)} gives {wanted} bytes, but a {tensor.dtype} tensor of shape "
             f"{tuple(tensor.shape)} and stride {tensor.stride()} needs {_bytes_needed(tensor)}"
         )
-    if wanted != tensor.numel() * tensor.element_size():
-        _more_than_covered[tensor] = wanted
     storage.resize_(wanted)
     return True
 
@@ -71,9 +63,8 @@ def alloc_storage(tensor: torch.Tensor, size: Sequence[int]) -> bool:
 def free_storage(tensor: torch.Tensor) -> bool:
     """Free the memory of a tensor; its shape, dtype and autograd history stay.
 
-    Whatever else uses the same storage loses its memory too, so the tensor must cover all of it, or have been
-    given more than it covers by :func:`alloc_storage`. A view that covers all of it cannot be told from its
-    base and is accepted.
+    Whatever else uses the same storage loses its memory too, so the tensor must cover all of it. A view that
+    covers all of it cannot be told from its base and is accepted.
 
     Args:
         tensor: A strided tensor of any device.
@@ -102,16 +93,12 @@ def free_storage(tensor: torch.Tensor) -> bool:
     if storage.nbytes() == 0:
         return False
     covered = tensor.numel() * tensor.element_size()
-    allocated_here = _more_than_covered.pop(tensor, None) == storage.nbytes()
-    if not allocated_here and not covered == _bytes_needed(tensor) == storage.nbytes():
+    if not covered == _bytes_needed(tensor) == storage.nbytes():
         raise ValueError(
             f"a tensor of shape {tuple(tensor.shape)}, stride {tensor.stride()} and offset "
             f"{tensor.storage_offset()} does not cover exactly its storage of {storage.nbytes()} bytes: "
             "freeing it could take the memory of other tensors"
         )
-    for other in list(_more_than_covered):  # it shared this memory, and its next memory is not its own
-        if other.untyped_storage().data_ptr() == storage.data_ptr():
-            del _more_than_covered[other]
     storage.resize_(0)
     return True
 

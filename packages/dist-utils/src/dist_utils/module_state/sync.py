@@ -111,18 +111,18 @@ def _sync(
 ) -> None:
     """Compare what all ranks have collected, and broadcast it."""
     group = resolve_group(process_group)
-    names: list[str] = []
     tensors: list[torch.Tensor] = []
-    problem: BaseException | None = None
+    claim, problem = TensorClaim([]), None
     try:
         names, tensors = collect()
         _require_arguments(group, bucket_bytes, src)
         require_sendable(group, names, tensors)
+        if verify:
+            arguments = f"broadcast_bucket_size {bucket_bytes!r}, src {src!r}"
+            claim = TensorClaim.of(tensors, names, arguments)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         problem = error
     if verify:
-        arguments = f"broadcast_bucket_size {bucket_bytes!r}, src {src!r}"
-        claim = TensorClaim([]) if problem is not None else TensorClaim.of(tensors, names, arguments)
         require_same_tensors(group, claim, problem)
     elif problem is not None:
         raise problem
@@ -153,9 +153,6 @@ def _contents(
 
 
 def _require_arguments(group: dist.ProcessGroup, bucket_bytes: Any, src: Any) -> None:
-    for label, value in (("broadcast_bucket_size", bucket_bytes), ("src", src)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{label} must be an int, got {value!r}")
     if bucket_bytes <= 0:
         raise ValueError(f"broadcast_bucket_size must be positive, got {bucket_bytes}")
     if not 0 <= src < group.size():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import torch
@@ -40,15 +40,14 @@ def replace_by_prefix(
 
     All keys are renamed at once, so a new key may be the old key of another entry. Keys that are not strings
     stay. The state dict gets a new ``_metadata`` (the versions of its modules) with names renamed in the same
-    way; there, a module replaces its former wrapper.
+    way; there, a renamed module always replaces what has its new name, such as its former wrapper.
 
     Args:
         state_dict: What ``module.state_dict()`` returned, or any dictionary.
         old_prefix: With its dot, as in ``"module."``. ``""`` puts ``new_prefix`` before every key.
         new_prefix: With its dot; ``""`` to remove ``old_prefix``.
-        on_collision: What to do if a new key is the key of an entry that is not renamed, or a module gets the
-            name of one with another version: ``"raise"``, ``"overwrite"`` what is there, or ``"keep"`` it and
-            drop what is renamed.
+        on_collision: What to do if a new key is the key of an entry that is not renamed: ``"raise"``,
+            ``"overwrite"`` what is there, or ``"keep"`` it and drop what is renamed.
 
     Raises:
         ValueError: The prefixes are equal, ``on_collision`` is none of the three, or keys collide. Then
@@ -78,12 +77,15 @@ def replace_by_prefix(
         for name in metadata
         if _key_prefix(name).startswith(old_prefix)
     }
-
-    def may_replace(old: str, new: str) -> bool:
-        return metadata[new] == metadata[old] or old.startswith(_key_prefix(new))
-
-    renamed = _rename("key", state_dict, keys, on_collision, lambda *_: False)
-    renamed_metadata = _rename("version of", metadata, modules, on_collision, may_replace)
+    clashes = {old for old, new in keys.items() if new in state_dict and new not in keys}
+    if clashes and on_collision == "raise":
+        old = min(clashes)
+        raise ValueError(
+            f"key {old!r} would become {keys[old]!r}, which is there already (as are "
+            f"{len(clashes) - 1} others): see on_collision"
+        )
+    renamed = _rename(state_dict, keys, clashes if on_collision == "keep" else ())
+    renamed_metadata = _rename(metadata, modules)
     state_dict.clear()
     state_dict.update(renamed)
     if modules:
@@ -98,22 +100,11 @@ def _key_prefix(module: str) -> str:
     return f"{module}." if module else ""
 
 
-def _rename(
-    what: str,
-    mapping: dict[Any, Any],
-    names: dict[Any, str],
-    on_collision: str,
-    may_replace: Callable[[Any, Any], bool],
-) -> dict[Any, Any]:
-    """Return ``mapping`` with new names; raises if one is there already and must not be replaced."""
-    there = {old: new for old, new in names.items() if new in mapping and new not in names}
-    clashes = {old for old, new in there.items() if not may_replace(old, new)}
-    if clashes and on_collision == "raise":
-        old = min(clashes)
-        raise ValueError(
-            f"{what} {old!r} would become {names[old]!r}, which is there already (as are "
-            f"{len(clashes) - 1} others): see on_collision"
-        )
-    dropped = clashes if on_collision == "keep" else set()
-    dropped |= {new for old, new in there.items() if old not in dropped}
-    return {names.get(key, key): value for key, value in mapping.items() if key not in dropped}
+def _rename(mapping: dict[Any, Any], names: dict[Any, str], dropped: Collection[Any] = ()) -> dict[Any, Any]:
+    """Return ``mapping`` with new names, which replace others, and without what is dropped."""
+    replaced = {new for old, new in names.items() if old not in dropped} - names.keys()
+    return {
+        names.get(key, key): value
+        for key, value in mapping.items()
+        if key not in dropped and key not in replaced
+    }

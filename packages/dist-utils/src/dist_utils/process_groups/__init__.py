@@ -1,50 +1,32 @@
-"""Process groups: their ranks, agreement between ranks, messages between two of them, work in order."""
+"""Process groups: their devices and futures, errors that are kept, comparisons, plain data of all ranks.
 
-from dist_utils.process_groups.agreement import AgreementError, require_same_terms
+More of them is in ``dist_utils`` itself.
+"""
+
 from dist_utils.process_groups.errors import drop_frames, error_text, same_error
 from dist_utils.process_groups.groups import (
-    GroupLike,
     collective_device,
     device_types,
     future_of_work,
-    global_rank,
     group_of_model,
-    group_rank,
-    resolve_group,
     runs_on_host,
 )
-from dist_utils.process_groups.matching_tensors import (
-    TensorClaim,
-    TensorMismatchError,
-    require_same_tensors,
-    verify_param_shape_across_processes,
-)
-from dist_utils.process_groups.messages import Arrival, all_gather_plain, start_messages
-from dist_utils.process_groups.ordered_worker import OrderedWorker
-from dist_utils.process_groups.side_stream import record_use
+from dist_utils.process_groups.jobs import record_use
+from dist_utils.process_groups.matching_tensors import TensorClaim, require_same_tensors
+from dist_utils.process_groups.messages import Arrival, all_gather_plain
 
 __all__ = [
-    "AgreementError",
     "Arrival",
-    "GroupLike",
-    "OrderedWorker",
     "TensorClaim",
-    "TensorMismatchError",
     "all_gather_plain",
     "collective_device",
     "device_types",
     "drop_frames",
     "error_text",
     "future_of_work",
-    "global_rank",
     "group_of_model",
-    "group_rank",
     "record_use",
     "require_same_tensors",
-    "require_same_terms",
-    "resolve_group",
     "runs_on_host",
     "same_error",
-    "start_messages",
-    "verify_param_shape_across_processes",
 ]

@@ -1,18 +1,14 @@
 """Agreement: ranks compare, through the job's store, what must be alike before they communicate.
 
 Collectives of ranks that are about to do different things hang, abort or mix up data. The store, by which the
-ranks have found each other, works even then. Digests are compared first; only if they differ do the ranks
-exchange what they stand for, to say what differs.
+ranks have found each other, works even then.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import itertools
 import json
 import os
-import threading
 import time
 import uuid
 import weakref
@@ -46,12 +42,14 @@ class Claim(NamedTuple):
 
     Attributes:
         title: What it is about to do; may be empty.
-        body: What must be equal on all ranks, as JSON can hold it.
+        terms: What must be equal on all ranks.
+        note: What need not be equal, for the other ranks.
         problem: Why this rank cannot go on, if so.
     """
 
     title: str
-    body: Any
+    terms: dict[str, str]
+    note: str = ""
     problem: str = ""
 
     @property
@@ -68,15 +66,13 @@ class Verdict(NamedTuple):
         missing: The global ranks that did not come in time, or stopped waiting. If there are none, all ranks
             will read this, and the last one may delete it.
         name: A string that is identical on all ranks and that no other comparison has.
-        notes: What each rank has published with its claim, in rank order.
-        differ: Digests differ, so the claims themselves must be compared.
+        notes: The note of each rank, in rank order.
     """
 
     error: str = ""
     missing: tuple[int, ...] = ()
     name: str = ""
     notes: tuple[str, ...] = ()
-    differ: bool = False
 
 
 def require_same_terms(
@@ -110,8 +106,7 @@ def require_same_terms(
         AgreementError: On every rank, with the same message: the terms that differ and which ranks have
             which values; or, after the timeout, which ranks came and which did not. Or on a rank that has
             lost its connection to the store.
-        TypeError, ValueError: An argument is wrong, on this rank; the others get an ``AgreementError``. So
-            does whatever the ``repr`` of a term raises.
+        Exception: Whatever the ``repr`` of a term raises, on this rank; the others get an ``AgreementError``.
         RuntimeError, TypeError, ValueError: As :func:`dist_utils.resolve_group`.
 
     Cost:
@@ -123,20 +118,14 @@ def require_same_terms(
         >>> require_same_terms(None, "my hook", {"bits": 8})  # doctest: +SKIP
     """
     group = resolve_group(process_group)
-    return compare(
-        group,
-        title,
-        lambda: (terms_body(terms, timeout), ""),
-        problem=problem,
-        timeout=timeout,
-    ).name
+    return compare(group, title, lambda: terms, problem=problem, timeout=timeout).name
 
 
 def compare(
     group: dist.ProcessGroup,
     title: object,
-    describe: Callable[[], tuple[Any, str]],
-    explain: Callable[[list[Claim], list[int]], str] | None = None,
+    terms: Callable[[], Mapping[str, object] | None],
+    note: Callable[[], str] = str,
     *,
     problem: BaseException | None = None,
     timeout: timedelta | None = None,
@@ -145,53 +134,33 @@ def compare(
 
     Args:
         group: The ranks.
-        title: What this rank is about to do; compared, too. Not being a string is a problem.
-        describe: Returns what must be equal on all ranks, as JSON can hold it, and a short note for the other
-            ranks, which need not be equal. What it raises is this rank's problem.
-        explain: Gets the claims of all ranks and their global ranks, and says what differs. By default the
-            claims are terms.
+        title: What this rank is about to do; compared, too.
+        terms: Returns what must be equal on all ranks. What it raises is this rank's problem.
+        note: Returns a short text for the other ranks, which need not be equal. Likewise.
         problem: Why this rank cannot go on. It is raised here; the other ranks get its text.
         timeout: How long to wait for the others; the group's own timeout if not given.
 
     Raises:
         AgreementError: As :func:`require_same_terms`.
     """
-    text, body, note = "", None, ""
+    claim, seconds = Claim(f"{title}", {}), None
     try:
-        text = _text(title)
-        body, note = describe()
+        claim = Claim(claim.title, term_texts(terms()), note())
+        seconds = None if timeout is None else timeout.total_seconds()
     except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         problem = error if problem is None else problem
-        timeout = None  # it may be what is wrong
     if group.size() == 1 or dist.get_backend(group) == "fake":
         if problem is not None:
             raise problem
-        return Verdict(name=uuid.uuid4().hex, notes=(note,) * group.size())
-    why = "" if problem is None else error_text(problem) or "an error without text"
-    claim = Claim(text, body, why)
-    seconds = timeout.total_seconds() if timeout else timeout_seconds(group)
-    # Equal problems on all ranks are no agreement.
-    unique = uuid.uuid4().hex if claim.problem else ""
-    digest = hashlib.sha256(f"{json.dumps(claim)}{unique}".encode()).hexdigest()
-
-    def judge_digests(said: list[Any]) -> Verdict:
-        digests, notes = zip(*said, strict=True)
-        return Verdict(name=uuid.uuid4().hex, notes=notes, differ=len(set(digests)) > 1)
-
-    def judge_claims(said: list[Any]) -> Verdict:
-        claims, ranks = [Claim(*one) for one in said], dist.get_process_group_ranks(group)
-        return Verdict(error=_first_difference(claims, ranks, explain or _different_terms))
-
-    with _one_at_a_time(group) as numbers:
-        try:
-            with store_connection() as store:
-                place = _next_place(group, store, numbers)
-                verdict = _Meeting(group, store, place).hold([digest, note], judge_digests, seconds)
-                if verdict.differ:
-                    meeting = _Meeting(group, store, f"{place}/claims")
-                    verdict = meeting.hold(claim, judge_claims, seconds)
-        except dist.DistError as error:
-            raise AgreementError(f"{claim.prefix}{error}") from problem
+        return Verdict(name=uuid.uuid4().hex, notes=(claim.note,) * group.size())
+    if problem is not None:
+        claim = claim._replace(problem=error_text(problem))
+    try:
+        with store_connection() as store:
+            meeting = _Meeting(group, store)
+            verdict = meeting.hold(claim, timeout_seconds(group) if seconds is None else seconds)
+    except dist.DistError as error:
+        raise AgreementError(f"{claim.prefix}{error}") from problem
     if problem is not None:
         raise problem
     if verdict.error:
@@ -201,28 +170,11 @@ def compare(
     return verdict
 
 
-def _text(title: object) -> str:
-    if not isinstance(title, str):
-        raise TypeError(f"a title or a name must be a string, got {type(title).__name__}")
-    return title
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+"""The numbers of the next meetings of each group."""
 
 
-_turns: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[threading.RLock, Iterator[int]]]
-_turns = weakref.WeakKeyDictionary()
-_one_each = threading.Lock()
-
-
-@contextlib.contextmanager
-def _one_at_a_time(group: dist.ProcessGroup) -> Iterator[Iterator[int]]:
-    """Wait until no other thread compares in this group; yield the numbers of its next meetings."""
-    with _one_each:
-        # Reentrant: a signal handler may compare, too.
-        lock, numbers = _turns.setdefault(group, (threading.RLock(), itertools.count()))
-    with lock:
-        yield numbers
-
-
-def _next_place(group: dist.ProcessGroup, store: Any, numbers: Iterator[int]) -> str:
+def _next_place(group: dist.ProcessGroup, store: Any) -> str:
     """Return the beginning of the keys of a group's next meeting, the first that is not over.
 
     A restarted job may find the store of its last attempt, a new group in one process that of an earlier
@@ -230,6 +182,7 @@ def _next_place(group: dist.ProcessGroup, store: Any, numbers: Iterator[int]) ->
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     first = dist.get_process_group_ranks(group)[0]
+    numbers = _meetings.setdefault(group, itertools.count())
     places = (f"dist_utils/{attempt}/{group.group_name}:{first}/{number}" for number in numbers)
     return next(place for place in places if not store.check([f"{place}/verdict"]))
 
@@ -243,23 +196,24 @@ class _Meeting:
     a new meeting, where it waits until its own timeout.
     """
 
-    def __init__(self, group: dist.ProcessGroup, store: Any, place: str) -> None:
-        self._store = store
+    def __init__(self, group: dist.ProcessGroup, store: Any) -> None:
+        self._store, place = store, _next_place(group, store)
         self._ranks = dist.get_process_group_ranks(group)
         self._me = group.rank()
         self._verdict, self._readers = f"{place}/verdict", f"{place}/readers"
         self._said = [f"{place}/{index}" for index in range(len(self._ranks))]
 
-    def hold(self, say: Any, judge: Callable[[list[Any]], Verdict], seconds: float) -> Verdict:
-        """Say something that JSON can hold, wait for the other ranks, and return the verdict."""
+    def hold(self, claim: Claim, seconds: float) -> Verdict:
+        """Say what this rank claims, wait for the other ranks, and return the verdict."""
         store, mine = self._store, self._said[self._me]
-        store.set(mine, json.dumps(say))
+        store.set(mine, json.dumps(claim))
         try:
             found = _wait_for(self._look, seconds)
             if not found:
                 verdict = self._decide(self._who_came(seconds))
             elif found is self._said:
-                verdict = self._decide(judge([json.loads(said) for said in store.multi_get(found)]))
+                claims = [Claim(*json.loads(said)) for said in store.multi_get(found)]
+                verdict = self._decide(self._judge(claims))
             else:
                 verdict = Verdict(*json.loads(store.get(self._verdict)))
         except dist.DistError:  # the store is gone: nobody can be told
@@ -284,6 +238,10 @@ class _Meeting:
     def _decide(self, verdict: Verdict) -> Verdict:
         """Write a verdict, and return the one that counts."""
         return Verdict(*json.loads(self._store.compare_set(self._verdict, "", json.dumps(verdict))))
+
+    def _judge(self, claims: list[Claim]) -> Verdict:
+        notes = tuple(claim.note for claim in claims)
+        return Verdict(_first_difference(claims, self._ranks), (), uuid.uuid4().hex, notes)
 
     def _who_came(self, seconds: float) -> Verdict:
         said = zip(self._ranks, self._said, strict=True)
@@ -315,19 +273,22 @@ def _wait_for(look: Callable[[], list[str]], seconds: float) -> list[str]:
     return found
 
 
-def _first_difference(
-    claims: list[Claim], ranks: list[int], explain: Callable[[list[Claim], list[int]], str]
-) -> str:
+def _first_difference(claims: list[Claim], ranks: list[int]) -> str:
     for rank, claim in zip(ranks, claims, strict=True):
         if claim.problem:
             return f"{claim.prefix}rank {rank} cannot go on: {claim.problem}"
     titles = [claim.title for claim in claims]
     if len(set(titles)) > 1:
-        return f"ranks are about to do different things: {by_value(titles, ranks)}"
-    return explain(claims, ranks)
+        return f"ranks are about to do different things: {_by_value(titles, ranks)}"
+    different = []
+    for name in dict.fromkeys(name for claim in claims for name in claim.terms):
+        values = [claim.terms.get(name, "not there") for claim in claims]
+        if len(set(values)) > 1:
+            different.append(f"{name} is {_by_value(values, ranks)}")
+    return f"{titles[0]} differs between ranks: {'; '.join(different)}" if different else ""
 
 
-def by_value(values: Sequence[str], ranks: Sequence[int]) -> str:
+def _by_value(values: Sequence[str], ranks: Sequence[int]) -> str:
     """Say which ranks have which values, as in ``8 on rank 0, 4 on ranks 1, 2``."""
     found: dict[str, list[str]] = {}
     for rank, value in zip(ranks, values, strict=True):
@@ -338,36 +299,20 @@ def by_value(values: Sequence[str], ranks: Sequence[int]) -> str:
     )
 
 
-def _different_terms(claims: list[Claim], ranks: list[int]) -> str:
-    different = []
-    for name in dict.fromkeys(name for claim in claims for name in claim.body):
-        values = [claim.body.get(name, "not there") for claim in claims]
-        if len(set(values)) > 1:
-            different.append(f"{name} is {by_value(values, ranks)}")
-    return f"{claims[0].title} differs between ranks: {'; '.join(different)}"
+def term_texts(terms: Mapping[str, object] | None) -> dict[str, str]:
+    """Return terms as they are compared, in the order of their names."""
+    return {f"{name}": _term_text(value) for name, value in sorted((terms or {}).items())}
 
 
-def terms_body(terms: Mapping[str, object] | None, timeout: timedelta | None = None) -> dict[str, str]:
-    """Return terms as they are compared, in the order of their names; raises if the arguments are wrong."""
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise TypeError(f"timeout must be a timedelta, got {type(timeout).__name__}")
-    if timeout is not None and timeout <= timedelta(0):
-        raise ValueError(f"timeout must be positive, got {timeout}")
-    for name in terms or {}:
-        if not isinstance(name, str):
-            raise TypeError(f"terms must have strings for names, got {name!r}")
-    return {name: term_text(value) for name, value in sorted((terms or {}).items())}
-
-
-def term_text(value: object) -> str:
+def _term_text(value: object) -> str:
     """Return a term as it is compared; sets and dictionaries have no order."""
     kind = type(value)
     if isinstance(value, (set, frozenset)):
-        return f"{kind.__name__} of {', '.join(sorted(map(term_text, value))) or 'nothing'}"
+        return f"{kind.__name__} of {', '.join(sorted(map(_term_text, value))) or 'nothing'}"
     if kind is dict:
-        items = sorted(f"{term_text(key)}: {term_text(one)}" for key, one in value.items())  # type: ignore[attr-defined]
+        items = sorted(f"{_term_text(key)}: {_term_text(one)}" for key, one in value.items())  # type: ignore[attr-defined]
         return f"{{{', '.join(items)}}}"
     if kind in (list, tuple):
         opened, closed = "[]" if kind is list else "()"
-        return f"{opened}{', '.join(map(term_text, value))}{closed}"  # type: ignore[call-overload]
+        return f"{opened}{', '.join(map(_term_text, value))}{closed}"  # type: ignore[call-overload]
     return repr(value)

@@ -6,18 +6,15 @@ future. So a kept error is a copy (:func:`same_error`), and so is each one that 
 
 from __future__ import annotations
 
-import itertools
 import traceback
 from collections.abc import Callable
 
-_MOST_CAUSES = 20
-"""The most errors of a chain that are copied; the text has all."""
 # Python's own attributes: a user's class may hide them behind its own, which raise.
 _CAUSE, _CONTEXT = (vars(BaseException)[name] for name in ("__cause__", "__context__"))
 
 
 class OriginalTraceback(Exception):  # noqa: N818 - the cause of an error, not an error to catch
-    """Where an error was raised first, as text: the last cause of a copy that :func:`same_error` makes."""
+    """Where an error was raised first, and its causes, as text: the cause of a copy by :func:`same_error`."""
 
     def __str__(self) -> str:
         """Return the text in lines of its own."""
@@ -30,10 +27,11 @@ class FirstError:
     def __init__(self) -> None:
         self.error: Exception | None = None
 
-    def keep(self, error: BaseException) -> None:
-        """Keep a copy of an error, unless there is one already."""
+    def keep(self, error: BaseException) -> Exception:
+        """Keep a copy of an error, unless there is one already; return the first."""
         if self.error is None:
             self.error = same_error(error)
+        return self.error
 
     def raise_again(self) -> None:
         """Raise a copy of the error, if there is one."""
@@ -42,19 +40,17 @@ class FirstError:
 
 
 def same_error(error: BaseException) -> Exception:
-    """Return an error of the same type and text and with the same causes; the last has the traceback as text.
+    """Return an error of the same type and text, whose cause is the text of the traceback and of all causes.
 
     For errors that something long-lived holds, such as a future or a thread: each raise adds frames to an
     error, and what they hold would live as long as the holder. An error that cannot be copied becomes a
     ``RuntimeError`` that shows it. Raises nothing, whatever the error's own methods do.
     """
-    lines = _text_or_type(error, lambda: "".join(traceback.format_exception(error)))
-    copies = [_copy(one) for one in _chain(error)]
-    if not isinstance(copies[-1], OriginalTraceback):
-        copies.append(OriginalTraceback(lines))
-    for effect, cause in itertools.pairwise(copies):
-        _CAUSE.__set__(effect, cause)
-    return copies[0]
+    copied, cause = _copy(error), _CAUSE.__get__(error)
+    if not isinstance(cause, OriginalTraceback):
+        cause = OriginalTraceback(_text_or_type(error, lambda: "".join(traceback.format_exception(error))))
+    _CAUSE.__set__(copied, cause)
+    return copied
 
 
 def drop_frames(error: BaseException) -> None:
@@ -73,16 +69,6 @@ def drop_frames(error: BaseException) -> None:
 def error_text(error: BaseException) -> str:
     """Return an error's type and text for a message; the type alone if its own methods fail."""
     return _text_or_type(error, lambda: f"{type(error).__name__}: {error}")
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """Return an error and its causes, each once, and not too many: they may be a cycle."""
-    chain: list[BaseException] = []
-    one: BaseException | None = error
-    while one is not None and len(chain) < _MOST_CAUSES and all(one is not other for other in chain):
-        chain.append(one)
-        one = _CAUSE.__get__(one)
-    return chain
 
 
 def _copy(error: BaseException) -> Exception:

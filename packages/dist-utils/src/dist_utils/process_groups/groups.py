@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_utils import torch_compat
-from dist_utils.process_groups.side_stream import empty_future
+from dist_utils.process_groups.jobs import empty_future
 
 GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 """What every function here accepts as a group: ``None`` is the default group (WORLD)."""

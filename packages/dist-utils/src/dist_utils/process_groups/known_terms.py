@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dist_utils.process_groups.agreement import require_same_terms, terms_body
+from dist_utils.process_groups.agreement import require_same_terms, term_texts
 from dist_utils.process_groups.errors import FirstError
 
 _MOST = 1 << 16
@@ -48,18 +49,16 @@ class KnownTerms:
         if group.size() == 1:
             return
         self._failure.raise_again()
-        known: set[bytes] = self._known.setdefault(self if about is None else about, set())
+        known: set[bytes | None] = self._known.setdefault(self if about is None else about, set())
         if len(known) >= _MOST:  # on all ranks at once, as all know the same
             known.clear()
-        problem = None
-        try:
+        key = None
+        with contextlib.suppress(Exception):  # raised below, when the other ranks have heard of it
             key = self._digest(title, terms)
-            if key in known:
-                return
-        except Exception as error:  # noqa: BLE001 - raised below, when the other ranks have heard of it
-            problem = error
+        if key in known:
+            return
         try:
-            require_same_terms(group, title, terms, problem=problem)
+            require_same_terms(group, title, terms)
         except BaseException as error:  # an interrupt, too: the other ranks are told of it
             self._failure.keep(error)
             raise
@@ -71,7 +70,7 @@ class KnownTerms:
         if came not in self._digests:
             if len(self._digests) >= _MOST_TEXTS:
                 self._digests.clear()
-            self._digests[came] = _sha256(f"{title!r} {terms_body(terms)}")
+            self._digests[came] = _sha256(f"{title!r} {term_texts(terms)}")
         return self._digests[came]
 
 

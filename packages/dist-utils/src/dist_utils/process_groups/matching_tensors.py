@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dist_utils.process_groups.agreement import AgreementError, Claim, compare
+from dist_utils.process_groups.agreement import AgreementError
+from dist_utils.process_groups.errors import error_text
 from dist_utils.process_groups.groups import GroupLike, collective_device, resolve_group
-from dist_utils.process_groups.messages import gather_rows
+from dist_utils.process_groups.messages import all_gather_plain, gather_rows
 
 
 class TensorMismatchError(AgreementError):
@@ -32,9 +33,15 @@ class TensorClaim(NamedTuple):
     arguments: str = ""
 
     @classmethod
-    def of(cls, tensors: Sequence[Any], names: Sequence[str], arguments: str = "") -> TensorClaim:
-        """Describe tensors."""
-        return cls(list(zip(names, _descriptions(tensors), strict=True)), arguments)
+    def of(cls, tensors: Sequence[Any], names: Sequence[str] | None, arguments: str = "") -> TensorClaim:
+        """Describe tensors; raises if one is none, or if there are not as many names."""
+        for index, tensor in enumerate(tensors):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"tensors[{index}] is a {type(tensor).__name__}, not a tensor")
+        labels = [""] * len(tensors) if names is None else list(map(str, names))
+        if len(labels) != len(tensors):
+            raise ValueError(f"{len(labels)} names for {len(tensors)} tensors")
+        return cls(list(zip(labels, _descriptions(tensors), strict=True)), arguments)
 
 
 def verify_param_shape_across_processes(
@@ -58,13 +65,12 @@ def verify_param_shape_across_processes(
     Raises:
         TensorMismatchError: On every rank, with the same message: the first tensor that differs, and what
             two ranks have there; or what is wrong on another rank.
-        TypeError: Something in ``tensors`` is not a tensor, or in ``names`` not a string; the other ranks get
-            a ``TensorMismatchError``.
+        TypeError: Something in ``tensors`` is not a tensor; the other ranks get a ``TensorMismatchError``.
         ValueError: There are not as many names as tensors (the other ranks likewise get a
             ``TensorMismatchError``); or this rank is not in the group.
 
     Cost:
-        One all-gather of 33 bytes a rank; if they differ, also that of :func:`dist_utils.require_same_terms`.
+        One all-gather of 33 bytes a rank; if they differ, two more, of what each rank has.
 
     Source:
         ``torch.distributed.utils._verify_param_shape_across_processes``, which on a mismatch lets rank 0
@@ -76,24 +82,10 @@ def verify_param_shape_across_processes(
     group = resolve_group(process_group)
     claim, problem = TensorClaim([]), None
     try:
-        claim = _claim_of(list(tensors), None if names is None else list(names))
+        claim = TensorClaim.of(list(tensors), None if names is None else list(names))
     except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         problem = error
     require_same_tensors(group, claim, problem, logger)
-
-
-def _claim_of(tensors: list[Any], names: list[Any] | None) -> TensorClaim:
-    """Return this rank's claim; raises if the arguments are wrong."""
-    for index, tensor in enumerate(tensors):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"tensors[{index}] is a {type(tensor).__name__}, not a tensor")
-    for name in names or []:
-        if not isinstance(name, str):
-            raise TypeError(f"names must be strings, got a {type(name).__name__}")
-    names = [""] * len(tensors) if names is None else names
-    if len(names) != len(tensors):
-        raise ValueError(f"{len(names)} names for {len(tensors)} tensors")
-    return TensorClaim.of(tensors, names)
 
 
 def require_same_tensors(
@@ -101,34 +93,36 @@ def require_same_tensors(
 ) -> None:
     """Return if all ranks claim the same and none has a problem; otherwise raise on every rank.
 
-    A rank with a problem raises that, after it has told the others. Digests travel in the group itself, in
-    which ranks with such tensors are about to communicate; claims go through the store if these differ.
+    A rank with a problem raises that, after it has told the others. All travels in the group itself, in which
+    ranks with such tensors are about to communicate: digests, and claims if these differ.
 
     Raises:
         TensorMismatchError: Claims differ, or another rank has a problem.
     """
-    try:
-        if not _digests_agree(group, claim, problem):
-            compare(group, "", lambda: (claim, ""), _different_tensors, problem=problem)
-    except AgreementError as error:
+    alone = group.size() == 1 or dist.get_backend(group) == "fake"
+    if not alone and not _digests_agree(group, claim, problem):
+        everyone = all_gather_plain(group, ["" if problem is None else error_text(problem), *claim])
+        difference = _first_difference(everyone, dist.get_process_group_ranks(group))
         if logger is not None:
-            logger.set_error_and_log(str(error))
-        if error is problem:
-            raise
-        raise TensorMismatchError(str(error)) from None
+            logger.set_error_and_log(difference)
+        if problem is None:
+            raise TensorMismatchError(difference)
+    if problem is not None:
+        raise problem
 
 
 def _digests_agree(group: dist.ProcessGroup, claim: TensorClaim, problem: BaseException | None) -> bool:
     """Return, the same on all ranks, whether all claim the same and none has a problem."""
-    if group.size() == 1 or dist.get_backend(group) == "fake":
-        return problem is None
     digest = hashlib.sha256(repr(claim).encode()).digest() + bytes([problem is not None])
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(collective_device(group))
     return bool((gather_rows(group, own) == own).all()) and problem is None
 
 
-def _different_tensors(claims: list[Claim], ranks: list[int]) -> str:
-    everyone = [TensorClaim(*claim.body) for claim in claims]
+def _first_difference(said: list[list[Any]], ranks: list[int]) -> str:
+    for rank, (problem, *_) in zip(ranks, said, strict=True):
+        if problem:
+            return f"rank {rank} cannot go on: {problem}"
+    everyone = [TensorClaim(*claim) for _, *claim in said]
     first = everyone[0]
     for rank, claim in zip(ranks, everyone, strict=True):
         if claim.arguments != first.arguments:

@@ -56,7 +56,7 @@ def start_messages(
         tag: The tag of all these messages. Messages of one tag and length between two ranks arrive in order.
 
     Returns:
-        What to wait for, sends first. Empty tensors are not sent, so both sides must agree on which tensors
+        What to wait for, in any order. Empty tensors are not sent, so both sides must agree on which tensors
         are empty, and on how long the others are. On Gloo a message is not received by a tensor of another
         length (except by chance, once in 2^30), and both sides wait until the group's timeout. Both sides
         must use this function; ``dist.recv`` does not receive what it sends.
@@ -95,17 +95,10 @@ def _start(
     tags = {nbytes: _tag(tag, nbytes) for nbytes in {tensor.nbytes for _, tensor in incoming + outgoing}}
     if all(tensor.device.type == "cpu" for _, tensor in incoming + outgoing):
         # No CPU backend batches them, and a P2POp for each costs as much as sending it.
-        def receive() -> list[dist.Work]:
-            return [group.recv([tensor], rank, tags[tensor.nbytes]) for rank, tensor in incoming]
-
-        def send() -> list[dist.Work]:
-            return [group.send([tensor], rank, tags[tensor.nbytes]) for rank, tensor in outgoing]
-
-        if max(tags) > _SHORT_BYTES:
-            received, sent = receive(), send()
-        else:
-            sent, received = send(), receive()
-        return sent + received
+        receives = [(group.recv, rank, tensor) for rank, tensor in incoming]
+        sends = [(group.send, rank, tensor) for rank, tensor in outgoing]
+        messages = receives + sends if max(tags) > _SHORT_BYTES else sends + receives
+        return [start([tensor], rank, tags[tensor.nbytes]) for start, rank, tensor in messages]
     ranks = dist.get_process_group_ranks(group)
     operations = [
         dist.P2POp(operation, tensor, ranks[rank], group, tags[tensor.nbytes])
@@ -133,8 +126,7 @@ def _through_host(
 ) -> list[_FromHost]:
     sent = [(rank, _on_host(tensor).copy_(tensor, non_blocking=True)) for rank, tensor in outgoing]
     received = [(rank, _on_host(tensor)) for rank, tensor in incoming]
-    if device.type != "cpu":
-        torch.get_device_module(device).current_stream(device).synchronize()
+    torch.get_device_module(device).current_stream(device).synchronize()
     both = [(on_host, tensor) for (_, on_host), (_, tensor) in zip(received, incoming, strict=True)]
     return [_FromHost(_start(group, received, sent, tag), both, [on_host for _, on_host in sent])]
 
@@ -161,7 +153,7 @@ class _FromHost:
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Allocate memory on the host for a tensor: pinned, so that copies do not block."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 def all_gather_plain(process_group: GroupLike, value: Any) -> list[Any]:

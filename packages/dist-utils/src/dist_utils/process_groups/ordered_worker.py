@@ -13,23 +13,12 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
-from dist_utils.process_groups.agreement import Verdict, compare, terms_body
+from dist_utils.process_groups.agreement import Verdict, compare
 from dist_utils.process_groups.errors import FirstError, drop_frames, same_error
 from dist_utils.process_groups.groups import GroupLike, resolve_group, runs_on_host
+from dist_utils.process_groups.jobs import HOST, Job, SideStreams
 from dist_utils.process_groups.known_terms import KnownTerms
-from dist_utils.process_groups.side_stream import (
-    SideStream,
-    SideStreams,
-    complete,
-    device_of,
-    fail,
-    new_future,
-)
-from dist_utils.process_groups.worker_thread import (
-    WorkerThread,
-    await_connections,
-    new_private_group,
-)
+from dist_utils.process_groups.worker_thread import WorkerThread, await_connections, new_private_group
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -97,7 +86,7 @@ class OrderedWorker:
         self._process_group = resolve_group(process_group)
         self._name = name
         self._terms, self._note = terms, note
-        self._starting = threading.Lock()
+        self._starting = threading.RLock()
         self._failure = FirstError()
         self._agreed: Verdict | None = None
         self._known = KnownTerms(self._failure)
@@ -141,29 +130,33 @@ class OrderedWorker:
         Returns:
             A future that a DDP communication hook may return as it is. Waiting for it raises ``RuntimeError``
             with the text of the job's error; :attr:`error` holds a copy of the job's error. An error before
-            the first job, such as a failed comparison of terms, also fails the future.
+            the first job, such as a failed comparison of terms, also fails the future, and so does a fork of
+            the process in which the worker was used.
 
         Raises:
-            RuntimeError: The worker is closed, or was used before this process was forked.
+            RuntimeError: The worker is closed.
 
         Cost:
             Before the first job, one exchange of ``terms`` through the store; the first CPU job makes a
             process group, which is collective among the members. Both wait for the other ranks in this call.
             With Gloo, one all-reduce of 4 bytes follows on the thread.
         """
-        device, name = torch.device(device), name or self._name
-        side = self._side_streams.behind_caller(device)
-        on_thread = side is None or runs_on_host(self._process_group, device)
+        place = self._side_streams.behind_caller(torch.device(device))
+        queued = Job(job, place, name or self._name)
         try:
-            if on_thread:
-                return self._thread_for_jobs().submit(job, side, name)
+            if place is HOST or runs_on_host(self._process_group, place.device):
+                self._thread_for_jobs().submit(queued)
+                return queued.result
             self.agree()
         except Exception as error:
             if self._closed or self._failure.error is None:
                 raise
             drop_frames(error)  # they would keep the caller's model alive
         # An error raised here would leave DDP in the middle of a pass, so the future has it.
-        return self._run_here(job, side, name)
+        failed = queued.run(self._process_group, self._failure, Exception)
+        if failed is not None:
+            queued.fail(failed)
+        return queued.result
 
     def agree(self) -> str:
         """Compare names and ``terms`` with the other ranks, if that has not been done yet.
@@ -177,24 +170,23 @@ class OrderedWorker:
             AgreementError: They differ, or a rank does not take part. It is then the worker's first error.
             RuntimeError: The worker is closed.
         """
+        return self._agreement().name
+
+    def _agreement(self) -> Verdict:
         with self._starting:
             if self._closed:
                 raise RuntimeError(f"{self._name} is closed")
-            return self._agreement().name
-
-    def _agreement(self) -> Verdict:
-        self._failure.raise_again()
-        if self._agreed is None:
-            try:
-                self._agreed = compare(self._process_group, self._name, self._describe)
-            except BaseException as error:  # an interrupt, too: the other ranks are told of it
-                self._failure.keep(error)
-                raise
-            self._terms, self._note = dict, str  # they may hold the worker's owner, a cycle
-        return self._agreed
-
-    def _describe(self) -> tuple[dict[str, str], str]:
-        return terms_body(self._terms()), f"{_this_host()} {self._note()}"
+            self._failure.raise_again()
+            if self._agreed is None:
+                try:
+                    self._agreed = compare(
+                        self._process_group, self._name, self._terms, lambda: f"{_this_host()} {self._note()}"
+                    )
+                except BaseException as error:  # an interrupt, too: the other ranks are told of it
+                    self._failure.keep(error)
+                    raise
+                self._terms, self._note = dict, str  # they may hold the worker's owner, a cycle
+            return self._agreed
 
     def hosts(self) -> list[int]:
         """Return for each rank of the group the number of its host; hosts are numbered as they first appear.
@@ -202,19 +194,13 @@ class OrderedWorker:
         Ranks share a host if they have its name, boot and network namespace in common. They tell each other
         when they :meth:`agree`, which this does if need be: every rank must call it.
         """
-        found = [host for host, _ in self._hosts_and_notes()]
+        found = [told.partition(" ")[0] for told in self._agreement().notes]
         numbers = {host: number for number, host in enumerate(dict.fromkeys(found))}
         return [numbers[host] for host in found]
 
     def notes(self) -> list[str]:
         """Return what ``note`` returned on each rank of the group, told like :meth:`hosts`."""
-        return [note for _, note in self._hosts_and_notes()]
-
-    def _hosts_and_notes(self) -> list[tuple[str, str]]:
-        """Return the host and the note of each rank."""
-        with self._starting:
-            published = self._agreement().notes
-        return [(host, note) for host, _, note in (one.partition(" ") for one in published)]
+        return [told.partition(" ")[2] for told in self._agreement().notes]
 
     def require_same_terms(
         self, title: str, terms: Mapping[str, object], *, about: object | None = None
@@ -247,11 +233,8 @@ class OrderedWorker:
 
     def _thread_for_jobs(self) -> WorkerThread:
         """Return the thread, which is started for the first job."""
-        if self._thread is not None and not self._closed:
-            return self._thread
-        name = self.agree()
         with self._starting:
-            self._failure.raise_again()
+            name = self.agree()
             if self._thread is None:
                 self._thread = self._start_thread(name)
         if self._closed:  # meanwhile
@@ -260,7 +243,6 @@ class OrderedWorker:
         return self._thread
 
     def _start_thread(self, name: str) -> WorkerThread:
-        thread = None
         try:
             group = new_private_group(
                 self._process_group, f"{self._process_group.group_name}/{self._name}/{name}"
@@ -269,10 +251,8 @@ class OrderedWorker:
             del group  # its end is the thread's
             # At garbage collection and, as finalizers do, at interpreter exit.
             weakref.finalize(self, thread.stop)
-            thread.submit(await_connections, None, f"{self._name}:connect")
+            thread.submit(Job(await_connections, HOST, f"{self._name}:connect"))
         except BaseException as error:  # an interrupt, too: the name must not be used again
-            if thread is not None:
-                thread.stop()
             self._failure.keep(error)
             raise
         return thread
@@ -283,8 +263,7 @@ class OrderedWorker:
         On an accelerator the caller's current stream waits, and not the host, for what is enqueued on the
         worker's stream.
 
-        Raises:
-            RuntimeError: This process was forked while jobs were queued.
+        A fork of this process has no jobs to wait for: wait before a fork that saves what jobs write.
         """
         if self._thread is not None:
             self._thread.wait()
@@ -314,19 +293,6 @@ class OrderedWorker:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _run_here(
-        self, job: Callable[[dist.ProcessGroup], T], side: SideStream | None, name: str
-    ) -> torch.futures.Future[T]:
-        done, result = new_future(device_of(side))
-        try:
-            self._failure.raise_again()
-            complete(done, job, self._process_group, side, name)
-        except Exception as error:  # noqa: BLE001 - whatever it is, backward() must raise it
-            self._failure.keep(error)
-            drop_frames(error)  # this frame holds the future
-            fail(done, self._failure.error or error)
-        return result
 
 
 def _this_host() -> str:

@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from dist_utils import torch_compat
-from dist_utils.process_groups.errors import FirstError, drop_frames
+from dist_utils.process_groups.errors import FirstError
 from dist_utils.process_groups.groups import store_connection
-from dist_utils.process_groups.side_stream import SideStream, complete, device_of, fail, new_future
-
-T = TypeVar("T")
+from dist_utils.process_groups.jobs import HOST, Job
 
 _STOP_SECONDS = 5.0
 """How long stopping waits for a job in progress. The thread is a daemon, so the interpreter can exit."""
-
-
-class _Job(NamedTuple):
-    """A job for the thread, with the settings of the caller's thread."""
-
-    run: Callable[[dist.ProcessGroup], Any]
-    done: torch.futures.Future[Any]
-    side: SideStream | None
-    name: str
-    threads: int  # that torch's operators may use
-    flushes_denormals: bool
 
 
 class WorkerThread:
@@ -47,76 +32,50 @@ class WorkerThread:
     def __init__(self, group: dist.ProcessGroup, name: str, failure: FirstError) -> None:
         self._name = name
         self._failure = failure
-        self._jobs: queue.SimpleQueue[_Job | threading.Event | None] = queue.SimpleQueue()  # None: the end
-        # Of the newest job, which holds it until it has run; a strong reference would keep its result alive.
-        self._newest: Callable[[], torch.futures.Future[Any] | None] = lambda: None
+        # An event for who waits for the jobs before it; None for the end.
+        self._jobs: queue.SimpleQueue[Job[Any] | threading.Event | None] = queue.SimpleQueue()
         self._ended = False
         self._ending = threading.Lock()
         # torch's registry is the only owner of the group, so the group's end is ours. A weakref
         # callback may run anywhere, in the middle of submit too: it only puts, which is reentrant.
         self._group = weakref.ref(group, lambda _: self._jobs.put(None))
-        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(
-        self, run: Callable[[dist.ProcessGroup], T], side: SideStream | None, name: str
-    ) -> torch.futures.Future[T]:
-        """Queue a job and return a future of its result.
-
-        Raises:
-            RuntimeError: This process is a fork, which has no such thread.
-        """
-        if self._is_gone_in_fork():
-            raise RuntimeError(
-                f"{self._name} has a thread in the process that this one was forked from, and none here: "
-                "make a new one"
-            )
-        done, result = new_future(device_of(side))
-        with self._ending:
-            if not self._ended:
-                self._newest = weakref.ref(done)
-                self._jobs.put(_Job(run, done, side, name, torch.get_num_threads(), _flushes_denormals()))
-                return result
-        fail(done, self._failure.error or self._group_is_gone())
-        return result
+    def submit(self, job: Job[Any]) -> None:
+        """Queue a job. It fails if the thread has ended, or if this process is a fork, which has none."""
+        if not self._put(job):
+            gone = f"the process group of {self._name} was destroyed"
+            forked = f"{self._name} has a thread in the process that this one was forked from: make a new one"
+            job.fail(self._failure.error or RuntimeError(gone if self._ended else forked))
 
     def runs_this_thread(self) -> bool:
         """Return whether the caller is on the thread."""
         return threading.current_thread() is self._thread
 
     def wait(self) -> None:
-        """Return when the jobs that are queued have run.
-
-        Raises:
-            RuntimeError: This process was forked while jobs were queued.
-        """
-        if self.runs_this_thread():
-            return  # it would wait for itself
-        if self._is_gone_in_fork():
-            newest = self._newest()
-            if newest is not None and not newest.done():
-                raise RuntimeError(f"this process was forked while jobs of {self._name} were queued")
-            return
+        """Return when the jobs that are queued have run; at once in a fork of the thread's process."""
         reached = threading.Event()
-        with self._ending:
-            if self._ended:
-                return
-            self._jobs.put(reached)
-        reached.wait()
+        if not self.runs_this_thread() and self._put(reached):  # else it would wait for itself
+            reached.wait()
 
     def end_group(self) -> None:
         """End the group after the job in progress: the worker has failed, and its peers must hear of it."""
-        self.submit(lambda _: None, None, self._name)
+        self.submit(Job(lambda _: None, HOST, self._name))
 
     def stop(self) -> None:
         """End the thread after the jobs that are queued, and then its group."""
         self._jobs.put(None)
-        if not self.runs_this_thread() and not self._is_gone_in_fork():
+        if not self.runs_this_thread():
             self._thread.join(_STOP_SECONDS)
 
-    def _is_gone_in_fork(self) -> bool:
-        return os.getpid() != self._pid
+    def _put(self, item: Job[Any] | threading.Event) -> bool:
+        """Queue something, if the thread is there to take it; in a fork of its process it is not."""
+        with self._ending:
+            takes = not self._ended and self._thread.is_alive()
+            if takes:
+                self._jobs.put(item)
+        return takes
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -129,35 +88,13 @@ class WorkerThread:
                 self._handle(job)
         self._destroy_group()
 
-    def _handle(self, job: _Job | threading.Event) -> None:
-        if isinstance(job, threading.Event):  # somebody waits for the jobs queued before
+    def _handle(self, job: Job[Any] | threading.Event) -> None:
+        if isinstance(job, threading.Event):
             job.set()
-            return
-        try:
-            if self._failure.error is None:
-                self._run_in_group(job)
-                return
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the waiting rank must see it
-            self._failure.keep(error)
-            # Its frames would keep the group and its connections alive, and the future that holds the error.
-            with contextlib.suppress(BaseException):  # the error's own methods may fail
-                drop_frames(error)
-        # Peers may wait in this job's collectives: closing our connections tells them.
-        self._destroy_group()
-        fail(job.done, self._failure.error or self._group_is_gone())
-
-    def _run_in_group(self, job: _Job) -> None:
-        if torch.get_num_threads() != job.threads:  # a setting of each thread
-            torch.set_num_threads(job.threads)
-        if _flushes_denormals() != job.flushes_denormals:  # likewise
-            torch.set_flush_denormal(job.flushes_denormals)
-        group = self._group()
-        if group is None:
-            raise self._group_is_gone()
-        complete(job.done, job.run, group, job.side, job.name)
-
-    def _group_is_gone(self) -> RuntimeError:
-        return RuntimeError(f"the process group of {self._name} was destroyed")
+        elif (error := job.run(self._group(), self._failure)) is not None:
+            # Peers may wait in this job's collectives: closing our connections tells them.
+            self._destroy_group()
+            job.fail(error)
 
     def _destroy_group(self) -> None:
         group = self._group()
@@ -215,14 +152,3 @@ def await_connections(group: dist.ProcessGroup) -> None:
     """
     if "cpu:gloo" in dist.get_backend_config(group).split(","):
         dist.all_reduce(torch.zeros(1, dtype=torch.int32, device="cpu"), group=group)
-
-
-_SUBNORMAL = 5e-324
-
-
-def _flushes_denormals() -> bool:
-    """Return whether arithmetic on this thread treats subnormal numbers as zero.
-
-    ``torch.set_flush_denormal`` sets this for the thread that calls it; torch has no function that reads it.
-    """
-    return _SUBNORMAL * 1.0 == 0.0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from dist_utils.process_groups import GroupLike, all_gather_plain, resolve_group
+from dist_utils.process_groups.groups import GroupLike, resolve_group
+from dist_utils.process_groups.messages import all_gather_plain
 
 
 def same_bits(left: Any, right: Any) -> bool:
@@ -19,8 +21,11 @@ def same_bits(left: Any, right: Any) -> bool:
     included; their strides and devices may differ. Mappings must have their keys in one order.
 
     Args:
-        left: A tensor, a mapping, a list, a tuple, or anything else, which is compared with ``==``.
+        left: A tensor, a mapping, a list, a tuple, or anything else, which is compared by its ``repr``.
         right: Likewise.
+
+    Raises:
+        TypeError: A part is an iterator or a module, whose ``repr`` does not show what it holds.
 
     Example:
         >>> same_bits({"a": torch.tensor([0.0, float("nan")])}, {"a": torch.tensor([0.0, float("nan")])})
@@ -28,18 +33,7 @@ def same_bits(left: Any, right: Any) -> bool:
         >>> same_bits(torch.tensor(0.0), torch.tensor(-0.0))
         False
     """
-    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
-        return (
-            isinstance(left, torch.Tensor)
-            and isinstance(right, torch.Tensor)
-            and _kind(left) == _kind(right)
-            and torch.equal(_bytes(left), _bytes(right))
-        )
-    if isinstance(left, Mapping) and isinstance(right, Mapping):
-        return list(left) == list(right) and all(same_bits(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        return len(left) == len(right) and all(map(same_bits, left, right))
-    return bool(left == right) or (left != left and right != right)  # noqa: PLR0124 - NaN
+    return all(one == other for one, other in itertools.zip_longest(_parts(left), _parts(right)))
 
 
 def same_on_all_ranks(values: Any, group: GroupLike = None) -> bool:
@@ -65,21 +59,13 @@ def same_on_all_ranks(values: Any, group: GroupLike = None) -> bool:
     return len(set(all_gather_plain(resolved, digest.hexdigest()))) == 1
 
 
-def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, torch.layout]:
-    return tensor.dtype, tensor.shape, tensor.layout
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
-    flat = dense.cpu().resolve_conj().resolve_neg().flatten().clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
-
-
 def _parts(values: Any) -> Iterator[bytes]:
-    """Yield all that a comparison with other ranks depends on."""
+    """Yield all that a comparison depends on."""
     if isinstance(values, torch.Tensor):
-        content = _bytes(values)
-        yield repr(_kind(values)).encode()
+        yield f"{values.dtype} {values.shape} {values.layout}".encode()
+        dense = values.detach() if values.layout is torch.strided else values.detach().to_dense()
+        flat = dense.cpu().resolve_conj().resolve_neg().flatten()
+        content = flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
         yield ctypes.string_at(content.data_ptr(), content.numel())
     elif isinstance(values, Mapping):
         yield b"{"

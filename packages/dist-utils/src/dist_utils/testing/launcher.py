@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import multiprocessing
 import os
@@ -21,7 +20,7 @@ from typing import IO, Any, NoReturn
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # documented, not in its __all__
 
-from dist_utils.testing.rank import Failure, Stage, run_rank
+from dist_utils.testing.rank import Stage, run_rank
 
 _MOST_PATIENCE = 30.0
 """The largest factor by which ``patience`` extends a timeout."""
@@ -90,16 +89,16 @@ def run_ranks(
         The results in rank order. They must pickle.
 
     Raises:
-        TypeError: ``world_size`` or a timeout is of a wrong type, or a result cannot be pickled or unpickled.
+        TypeError: ``world_size`` or a timeout is no number.
         ValueError: One of them is not positive and finite, or NCCL needs more GPUs.
         RanksHung: A rank did not finish in time. The stacks of its threads are in the message.
         RankDied: A rank's process ended without a result. The message has its exit code or signal.
-        BaseException: What ``fn`` raised first, of the same type. Its ``__cause__`` is a
-            :class:`RankTraceback` with the tracebacks of all ranks that failed until then.
+        BaseException: What ``fn`` raised first, or pickle for what it returned, of the same type. Its
+            ``__cause__`` is a :class:`RankTraceback` with the tracebacks of all ranks that failed until then.
 
     Processes that ``fn`` itself starts are not killed with it. On Linux the ranks are killed if the caller's
-    process ends, even by a signal. A rank that has returned keeps its connections until all have: a peer's
-    last collective still succeeds. Then it ends, and does not call ``destroy_process_group``.
+    process and its forks end, even by a signal. A rank that has returned keeps its connections until all
+    have: a peer's last collective still succeeds. Then it ends, and does not call ``destroy_process_group``.
 
     Cost:
         Half a second, and the imports of ``fn``'s module in every process; torch, with what DDP models need
@@ -139,7 +138,7 @@ def run_ranks(
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             process = context.Process(
                 target=run_rank,
-                args=(theirs, files, _pipe_of_this_process()[0], own, backend, group_timeout, fn, args),
+                args=(theirs, files, own, backend, group_timeout, fn, args),
             )
             process.start()
             theirs.close()
@@ -222,12 +221,8 @@ class _Rank:
 
     def result(self) -> Any:
         """Return what its function returned, ``None`` if it did not return."""
-        if Stage.RETURNED not in self.reports:
-            return None
-        try:
-            return pickle.loads(self.reports[Stage.RETURNED])  # noqa: S301 - from our own process
-        except Exception as error:
-            raise TypeError(f"the result of rank {self.number} does not unpickle: {error!r}") from error
+        returned = self.reports.get(Stage.RETURNED)
+        return None if returned is None else pickle.loads(returned)  # noqa: S301 - from our own process
 
     def end(self) -> None:
         """Kill its process, if it still runs."""
@@ -237,24 +232,12 @@ class _Rank:
 
 
 def _check(world_size: int, backend: str | None, timeout: float, group_timeout: float | None) -> None:
-    numbers: dict[str, tuple[float, type]] = {"world_size": (world_size, int), "timeout": (timeout, float)}
-    if group_timeout is not None:
-        numbers["group_timeout"] = (group_timeout, float)
-    for name, (value, kind) in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, (int, kind)):
-            raise TypeError(f"{name} must be of type {kind.__name__}, got {value!r}")
-        if not 0 < value < math.inf:
+    numbers = {"world_size": world_size, "timeout": timeout, "group_timeout": group_timeout}
+    for name, value in numbers.items():
+        if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be positive and finite, got {value}")
     if backend == "nccl" and not nccl_can_run(world_size):
         raise ValueError(f"nccl needs a GPU per rank: {world_size} ranks, {torch.cuda.device_count()} GPUs")
-
-
-@functools.cache
-def _pipe_of_this_process() -> tuple[Connection, Connection]:
-    """Return both ends of a pipe that nobody else has open for writing: it ends when this process does."""
-    reader, writer = multiprocessing.Pipe(duplex=False)
-    os.register_at_fork(after_in_child=writer.close)  # the child may outlive this process
-    return reader, writer
 
 
 def _wait(ranks: Sequence[_Rank], stage: Stage, began: float, timeout: float, stacks: IO[str]) -> None:
@@ -292,12 +275,10 @@ def _raise_first_failure(ranks: Sequence[_Rank]) -> NoReturn:
     time.sleep(patience(_SETTLE_SECONDS))
     for rank in ranks:
         rank.listen()
-    failed = [rank for rank in ranks if Stage.FAILED in rank.reports]
-    texts = [f"\nrank {rank.number} raised:\n{rank.reports[Stage.FAILED].traceback}" for rank in failed]
+    failures = {rank.number: rank.reports[Stage.FAILED] for rank in ranks if Stage.FAILED in rank.reports}
+    texts = [f"\nrank {number} raised:\n{failure.traceback}" for number, failure in failures.items()]
     dead = [rank for rank in ranks if rank.has_died and not rank.may_die]
-    error = (
-        _death(dead[0], len(ranks)) if dead else _error(min(rank.reports[Stage.FAILED] for rank in failed))
-    )
+    error = _death(dead[0], len(ranks)) if dead else pickle.loads(min(failures.values()).error)  # noqa: S301
     raise error from RankTraceback("\n".join(texts)) if texts else None
 
 
@@ -307,12 +288,3 @@ def _death(rank: _Rank, world_size: int) -> RankDied:
     how = f"killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"exit code {code}"
     when = "died after it had returned" if Stage.RETURNED in rank.reports else "ended without a result"
     return RankDied(f"rank {rank.number} of {world_size} {when}: {how}")
-
-
-def _error(failure: Failure) -> BaseException:
-    """Return what was raised; if it does not come back as it was, another error with its name and text."""
-    with contextlib.suppress(BaseException):  # a class may refuse in any way
-        error = pickle.loads(failure.error)  # noqa: S301 - from our own process
-        if isinstance(error, BaseException):
-            return error
-    return RuntimeError(failure.traceback.strip().rpartition("\n")[2])

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import enum
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import signal
@@ -14,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ class Failure(NamedTuple):
     """What a rank raised, and when."""
 
     when: float
-    error: bytes  # pickled; empty if it does not pickle
+    error: bytes  # pickled
     traceback: str
 
 
@@ -49,7 +50,6 @@ _connection: Connection | None = None
 def run_rank(
     connection: Connection,
     files: Sequence[Connection],
-    alive: Connection,
     environment: dict[str, str],
     backend: str | None,
     group_timeout: float,
@@ -61,7 +61,6 @@ def run_rank(
     Args:
         connection: For reports, and for the answers to those of the first two stages.
         files: Where standard output and error go, and where the stack is written at SIGUSR1.
-        alive: The reader of a pipe that ends when the caller does.
         environment: All of it, the rank included.
         backend: As for :func:`run_ranks`; so are the rest.
         group_timeout: Seconds.
@@ -74,18 +73,18 @@ def run_rank(
     for descriptor, output in enumerate(outputs, 1):
         os.dup2(output.fileno(), descriptor)
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno())
-    _end_with(alive)
     os.environ.clear()  # that of the server's start
     os.environ.update(environment)
     rank = int(environment["RANK"])
     try:
         # A process may start later than the others by more than a collective may take.
         _meet(connection, Stage.READY)
+        _end_with_caller()
         _join_group(rank, backend, group_timeout)
         result = fn(rank, *args)
         # With Gloo a rank can leave a collective, even a barrier, before another rank has entered it. That
         # rank fails if the connection is closed by then; and nobody can count the bytes sent on a closed one.
-        _meet(connection, Stage.RETURNED, _pickle(result, rank))
+        _meet(connection, Stage.RETURNED, _pickle(result))
     except BaseException as error:  # noqa: BLE001 - the caller raises it; pytest's are no Exception
         failure = _failure(error)
         with contextlib.suppress(Exception):  # closed, for one
@@ -128,20 +127,21 @@ def _meet(connection: Connection, stage: Stage, content: bytes | None = None) ->
     connection.recv()
 
 
-def _end_with(alive: Connection) -> None:
-    """Have the system kill this process at the end of a pipe into which nothing is ever written.
+def _end_with_caller() -> None:
+    """Have the system kill this process when the caller ends, or the last fork of it.
 
     It needs no thread, so it also ends a process that hangs with the GIL, or that is stopped. Does nothing
     except on Linux: ``F_SETSIG``, which chooses the signal, exists only there.
     """
-    if sys.platform != "linux":
+    caller = multiprocessing.parent_process()
+    if sys.platform != "linux" or caller is None:
         return
-    # Opened anew and never closed: signal and owner belong to the open file, which all ranks would share.
-    pipe = os.open(f"/proc/self/fd/{alive.fileno()}", os.O_RDONLY | os.O_NONBLOCK)
+    # A pipe, which ends with the caller. Nothing is written into it any more: the caller has answered.
+    pipe = caller.sentinel
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
-    if alive.poll():  # it ended before the line above
+    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
+    if wait([pipe], timeout=0):  # it ended before the line above
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -157,15 +157,17 @@ def _join_group(rank: int, backend: str | None, group_timeout: float) -> None:
         dist.barrier()
 
 
-def _pickle(result: Any, rank: int) -> bytes:
-    try:
-        return pickle.dumps(result)
-    except Exception as error:
-        raise TypeError(f"the result of rank {rank} does not pickle: {error!r}") from error
+def _pickle(value: Any) -> bytes:
+    """Return a value as bytes from which it can be made again; raises what pickle does with others."""
+    pickled = pickle.dumps(value)
+    pickle.loads(pickled)  # noqa: S301 - from this process
+    return pickled
 
 
 def _failure(error: BaseException) -> Failure:
-    pickled = b""
-    with contextlib.suppress(Exception):  # a class may refuse in any way
-        pickled = pickle.dumps(error)
-    return Failure(time.time(), pickled, "".join(traceback.format_exception(error)))
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickled = _pickle(error)
+    except BaseException:  # noqa: BLE001 - a class may refuse in any way
+        pickled = _pickle(RuntimeError(text.strip().rpartition("\n")[2]))
+    return Failure(time.time(), pickled, text)

@@ -1,0 +1,169 @@
+"""A job that communicates: where it runs, on the host or on an accelerator's side stream, and its future."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dist_utils import torch_compat
+from dist_utils.process_groups.errors import FirstError, drop_frames, same_error
+
+T = TypeVar("T")
+
+
+class Place(NamedTuple):
+    """Where a job runs: on the host, or on a side stream of an accelerator, which waits for an event."""
+
+    device: torch.device
+    stream: torch.Stream | None = None
+    before: Any = None  # an event of the accelerator's
+
+    def enter(self) -> contextlib.AbstractContextManager[object]:
+        """Make the side stream the current one: a future records it when it gets its value."""
+        if self.stream is None:
+            return contextlib.nullcontext()
+        self.stream.wait_event(self.before)
+        accelerator: Any = torch.get_device_module(self.device)
+        context: contextlib.AbstractContextManager[object] = accelerator.stream(self.stream)
+        return context
+
+
+HOST = Place(torch.device("cpu"))
+
+
+class SideStreams:
+    """One stream for each device, made at first use."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.Stream] = {}
+
+    def behind_caller(self, device: torch.device) -> Place:
+        """Return a stream for a job that follows all work enqueued on the caller's stream; none on CPU."""
+        if device.type == "cpu":
+            return HOST
+        accelerator: Any = torch.get_device_module(device)
+        device = torch.empty(0, device=device).device  # with its index
+        if device not in self._streams:
+            self._streams[device] = accelerator.Stream(device)
+        return Place(device, self._streams[device], accelerator.current_stream(device).record_event())
+
+    def wait(self) -> None:
+        """Make the caller's streams wait for what is enqueued so far. The host does not wait."""
+        for device, stream in self._streams.items():
+            accelerator: Any = torch.get_device_module(device)
+            accelerator.current_stream(device).wait_stream(stream)
+
+
+class Job(Generic[T]):
+    """A job and the future of its result.
+
+    Torch's operators use as many threads as on the thread that makes the job, and treat subnormal numbers in
+    the same way.
+
+    Args:
+        call: Called with the group that its collectives use.
+        place: Where it runs.
+        name: What a profiler calls it.
+
+    Attributes:
+        result: The future.
+    """
+
+    result: torch.futures.Future[T]
+
+    def __init__(self, call: Callable[[dist.ProcessGroup], T], place: Place, name: str) -> None:
+        self._call, self._place, self._name = call, place, name
+        self._threads, self._flushes_denormals = torch.get_num_threads(), _flushes_denormals()
+        self._done, self.result = new_future(place.device)
+
+    def run(
+        self,
+        group: dist.ProcessGroup | None,
+        failure: FirstError,
+        catches: type[BaseException] = BaseException,
+    ) -> Exception | None:
+        """Run, unless there was an error before, and complete the future.
+
+        Args:
+            group: The group; ``None`` if it was destroyed.
+            failure: Has the first error of all jobs, or gets it.
+            catches: What counts as an error of the job; anything else is raised.
+
+        Returns:
+            The first error, to :meth:`fail` with; ``None`` if the job has run without one.
+        """
+        try:
+            failure.raise_again()
+            if group is None:
+                raise RuntimeError(f"the process group of {self._name} was destroyed")
+            if torch.get_num_threads() != self._threads:  # a setting of each thread
+                torch.set_num_threads(self._threads)
+            if _flushes_denormals() != self._flushes_denormals:  # likewise
+                torch.set_flush_denormal(self._flushes_denormals)
+            with self._place.enter():
+                with torch_compat.profiler_range(self._name):
+                    result = self._call(group)
+                self._done.set_result(result)
+        except catches as error:
+            first = failure.keep(error)
+            # Its frames would keep the group and its connections alive, and the future that holds the error.
+            drop_frames(error)
+            return first
+        return None
+
+    def fail(self, error: BaseException) -> None:
+        """Complete the future with a copy of this error."""
+        fail(self._done, error)
+
+
+def record_use(tensor: torch.Tensor) -> None:
+    """Note that the current stream uses a tensor, whose memory may belong to another stream.
+
+    Until this stream is done with it, the memory is not given to other tensors, whoever drops this one. Does
+    nothing on CPUs.
+    """
+    if tensor.device.type != "cpu":
+        tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
+
+
+def empty_future(device: torch.device) -> torch.futures.Future[Any]:
+    """Return a future of what is on ``device``, to be completed."""
+    return torch.futures.Future(devices=None if device.type == "cpu" else [device])
+
+
+def new_future(device: torch.device) -> tuple[torch.futures.Future[Any], torch.futures.Future[Any]]:
+    """Return a future to complete, and one to hand out, whose errors C++ waiters see, too.
+
+    The first one records the current stream, for which the stream of a waiter then waits.
+    """
+    done = empty_future(device)
+    return done, done.then(_value)
+
+
+def fail(done: torch.futures.Future[Any], error: BaseException) -> None:
+    """Complete the first of a :func:`new_future` pair with a copy of this error."""
+    held = same_error(error)
+    done.set_exception(held)
+    # The callbacks have raised it by now, and their frames hold the future.
+    held.__traceback__ = held.__context__ = None
+
+
+def _value(done: torch.futures.Future[T]) -> T:
+    # Raising here, in a callback, makes an error that C++ waiters such as DDP's reducer see too: a future
+    # that set_exception has set directly looks to them like one with an unexpected result.
+    return done.value()
+
+
+_SUBNORMAL = 5e-324
+
+
+def _flushes_denormals() -> bool:
+    """Return whether arithmetic on this thread treats subnormal numbers as zero.
+
+    ``torch.set_flush_denormal`` sets this for the thread that calls it; torch has no function that reads it.
+    """
+    return _SUBNORMAL * 1.0 == 0.0
