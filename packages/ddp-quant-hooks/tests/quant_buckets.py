@@ -101,4 +101,9 @@ def through_file(values):
 
 def flat_residuals(saved, kind="own"):
     """Return the residuals of each parameter or key in a state's ``state_dict()``, in one row."""
-    return {name: torch.cat([values for _, _, values in pieces]) for name, pieces in saved[kind].items()}
+    entries = {**saved["parameters"], **saved["keys"]}
+    return {
+        name: torch.cat([values for _, _, values in entry[kind]])
+        for name, entry in entries.items()
+        if entry[kind]
+    }

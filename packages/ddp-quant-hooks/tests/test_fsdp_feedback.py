@@ -62,7 +62,7 @@ def _file_of_other_names(mesh):
     other = state_between(mesh, bits=4)
     quantize_all_reduce(layer, other)
     saved = state.state_dict()
-    saved["lengths"].pop("(model)")
+    saved["keys"].pop("(model)")
     other.load_state_dict(saved)
     with pytest.raises(RuntimeError, match=r"are of \['layers.*but the model has \['\(model\)'\]"):
         backward(layer, 0)
