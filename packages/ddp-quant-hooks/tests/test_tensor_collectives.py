@@ -75,6 +75,9 @@ def _lists(rank):
     bias, weight = biases[rank].clone(), torch.full((20, 25), 1e6)
     all_reduce([weight, bias], AVG, make(exact_1d=True))
     torch.testing.assert_close(bias, sum(biases) / world_size, rtol=1e-6, atol=1e-6)
+    ones = torch.ones(9)
+    all_reduce(ones)
+    assert ones.tolist() == [world_size] * 9, "without a state"
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -61,8 +61,8 @@ def all_reduce(
             complex128; dense.
         op: ``ReduceOp.SUM`` or ``ReduceOp.AVG``. A sum is the mean times the number of ranks, and
             overflows where that does.
-        group: A state, with its group and options. ``None`` stands for WORLD and 8 bits. Keep one state for
-            many calls.
+        group: A state, with its group and options. Keep one for many calls. ``None``: a state for WORLD and 8
+            bits, which all such calls share and nobody can close.
         async_op: Return a future at once. Calls run in their order, on another thread.
         key: Names these values, with error feedback.
 
@@ -78,8 +78,8 @@ def all_reduce(
         AgreementError: The ranks call with different tensors, keys or options; with ``async_op`` the future
             raises a RuntimeError with its text.
         RuntimeError: A peer failed; the state must be closed then, on every rank. (Without a state, calls
-            fail until one without ``async_op`` has raised it; the next one makes a fresh start.) Or the call
-            is made in a callback of another call's future.
+            raise the first error as long as WORLD exists.) Or the call is made in a callback of another
+            call's future.
 
     Cost:
         The same as :func:`quantized_allreduce_hook`. Tensors that are not contiguous are copied.

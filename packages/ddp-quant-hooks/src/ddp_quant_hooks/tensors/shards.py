@@ -58,7 +58,7 @@ def reduce_scatter_tensor(
         output: The output for this rank's shard: contiguous, ``input.numel() / W`` elements, of its dtype.
         input: The shards of all ranks, one after another; contiguous. It is not changed.
         op: ``ReduceOp.SUM`` or ``ReduceOp.AVG``. A sum is the mean times the number of ranks.
-        group: A state, with its group and options. ``None`` stands for WORLD and 8 bits.
+        group: A state, with its group and options; ``None``: as for :func:`all_reduce`.
         async_op: Return a future of ``output`` at once.
         key: Names these values, with error feedback.
 
