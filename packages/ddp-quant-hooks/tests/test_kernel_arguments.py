@@ -159,7 +159,7 @@ def test_a_layout_checks_its_fields(make, error, text):
 
 def test_means_in_16_bits_are_not_rotated():
     state = QuantizedAllreduceState(gather="fp16")
-    assert (state.scatter.rotate, state.gather.rotate) == (True, False)
+    assert (state.options.scatter_layout.rotate, state.options.gather_layout.rotate) == (True, False)
 
 
 def test_what_is_only_read_may_be_the_same_and_shards_may_be_empty(backend):

@@ -63,7 +63,7 @@ def _lists(rank):
         factor, plain = world_size if op == SUM else 1, 0
         for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.float64):
             result, inputs = _flat(tensors, dtype), [_flat(one, dtype) for one in everyone]
-            if dtype == torch.float64 or result.nbytes < state.min_bytes:
+            if dtype == torch.float64 or result.nbytes < state.options.least_bytes(world_size):
                 plain += 1
                 exact = factor * sum(one.double() for one in inputs) / world_size
                 rounding = 4 * torch.finfo(dtype).eps

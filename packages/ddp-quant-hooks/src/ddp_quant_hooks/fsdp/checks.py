@@ -135,7 +135,7 @@ class Handle(ABC):
         """
         if not self._complete:
             self._require_all()
-        if self._state.error_feedback != "none" and inside_backward():
+        if self._state.feedback.wanted and inside_backward():
             key = self._state.feedback.begin_tensors().unused_key(key)
         self._state.feedback.free_unless(key, value_count(gradients))
         return key
@@ -195,7 +195,7 @@ class Handle(ABC):
             gc.collect()  # FSDP's modules are in cycles: a deleted model may linger
         if id(state) in _handles:
             raise ValueError("the state is used for a model: make one for each, or remove() the other handle")
-        if state.exact_1d:
+        if state.options.exact_1d:
             raise ValueError(
                 "exact_1d does not work: FSDP hands over a module's parameters as one flat tensor"
             )

@@ -94,7 +94,7 @@ def all_reduce(
     state, tensors = check_state("all_reduce", group), checked_tensors("all_reduce", tensor)
     call = Call("all_reduce", state, tensors, op, key)
     terms: dict[str, object] = {}
-    if state.exact_1d:
+    if state.options.exact_1d:
         terms["of at most one dimension"] = [one.dim() <= 1 for one in tensors if one.numel()]
 
     def start() -> list[Future]:
@@ -109,7 +109,9 @@ def _start(call: Call, places: Sequence[int]) -> Future:
     state, mean, with_feedback, outcome = call.state, call.mean, call.with_feedback, call.step.outcome
     averager, world_size, first = state.averager, state.process_group.size(), originals[0]
     nbytes = sum(tensor.nbytes for tensor in originals)
-    large = [index for index, tensor in enumerate(originals) if tensor.dim() > 1 or not state.exact_1d]
+    large = [
+        index for index, tensor in enumerate(originals) if tensor.dim() > 1 or not state.options.exact_1d
+    ]
     small = [index for index in range(len(originals)) if index not in large]
     task = None
     if large and averager.quantizes(first.dtype, nbytes, world_size):
