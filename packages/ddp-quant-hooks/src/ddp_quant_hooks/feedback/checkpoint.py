@@ -273,14 +273,11 @@ class FeedbackState(HookState):
         with self._on_every_rank(f"gather_state_dict(dst={dst})"):
             me, at = group.rank(), group_rank(group, dst)
             own = self.state_dict(model)
-        data = None if me == at else _file_bytes(own)
-        lengths = all_gather_plain(group, 0 if data is None else data.numel())
-        if data is not None:
-            _send(group, data, at)
+            files = {} if me == at else {at: _file_bytes(own)}
+        arrived = _exchange(group, files)
+        if me != at:
             return None
-        everyone = [
-            own if rank == me else _receive(group, lengths[rank], rank) for rank in range(group.size())
-        ]
+        everyone = [own if rank == me else arrived[rank] for rank in range(group.size())]
         return {"version": VERSION, "world_size": group.size(), "ranks": everyone}
 
     def scatter_state_dict(
@@ -304,18 +301,14 @@ class FeedbackState(HookState):
             Collective: every rank of the group must call it. ``src`` sends all residuals, to one rank after
             another.
         """
-        group, parts = self.process_group, list[Any]()
+        group = self.process_group
         with self._on_every_rank(f"scatter_state_dict(src={src})"):
             me, source = group.rank(), group_rank(group, src)
             parts = _parts(gathered, group.size()) if me == source else []
-            data = [_file_bytes(part) for part in parts]
-        lengths = all_gather_plain(group, [one.numel() for one in data])[source]
+            files = {rank: _file_bytes(part) for rank, part in enumerate(parts) if rank != me}
         with self._on_every_rank(""):
-            for rank in range(len(data)):
-                if rank != me:
-                    _send(group, data[rank], rank)
-            mine = parts[me] if me == source else _receive(group, lengths[me], source)
-            checked = self.residuals_of(mine, model)
+            arrived = _exchange(group, files)
+            checked = self.residuals_of(parts[me] if me == source else arrived[source], model)
         self.take_over(checked)
 
     def residuals_of(self, state: dict[str, Any], model: torch.nn.Module | None = None) -> Saved:
@@ -459,11 +452,14 @@ def _file_bytes(part: Any) -> torch.Tensor:
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
-def _send(group: dist.ProcessGroup, data: torch.Tensor, rank: int) -> None:
-    for sent in start_messages(
-        group, receives=[], sends=[(rank, data.to(collective_device(group)))], tag=_TAG
-    ):
-        sent.wait()
+def _exchange(group: dist.ProcessGroup, files: Mapping[int, torch.Tensor]) -> dict[int, Any]:
+    """Send files to other ranks, one after another; return what they have sent this one, by rank."""
+    device, me = collective_device(group), str(group.rank())
+    announced = all_gather_plain(group, {str(rank): file.numel() for rank, file in files.items()})
+    for rank, file in files.items():
+        for sent in start_messages(group, receives=[], sends=[(rank, file.to(device))], tag=_TAG):
+            sent.wait()
+    return {rank: _receive(group, to[me], rank) for rank, to in enumerate(announced) if me in to}
 
 
 def _receive(group: dist.ProcessGroup, length: Any, rank: int) -> Any:

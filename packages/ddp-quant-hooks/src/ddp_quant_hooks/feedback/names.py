@@ -42,12 +42,12 @@ class ModelNames:
         ]
         self.digest = hashlib.sha256("\n".join(averaged).encode(errors="surrogatepass")).hexdigest()[:16]
 
-    def model(self, given: torch.nn.Module | None, method: str) -> torch.nn.Module:
-        """Return the given model, or the bound one.
+    def parameters(self, given: torch.nn.Module | None, method: str) -> Mapping[str, torch.Tensor]:
+        """Return the parameters of the given model, or of the bound one, by name.
 
         Args:
             given: From the user.
-            method: What needs it, for messages.
+            method: What needs them, for messages.
 
         Raises:
             TypeError: It is not a module.
@@ -61,11 +61,6 @@ class ModelNames:
             )
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a module, got {type(model).__name__}")
-        return model
-
-    def parameters(self, given: torch.nn.Module | None, method: str) -> Mapping[str, torch.Tensor]:
-        """Return the parameters of :meth:`model`, by name. Raises what that raises."""
-        model = self.model(given, method)
         names = _parameters(model)
         if self._model is None or model is not self._model():
             return names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -191,8 +190,6 @@ class Handle(ABC):
     def _refuse(self, modules: list[ShardedModule], places: list[str]) -> None:
         """Raise a ``ValueError`` unless this rank can use the state for these modules."""
         state = self._state
-        if id(state) in _handles:
-            gc.collect()  # FSDP's modules are in cycles: a deleted model may linger
         if id(state) in _handles:
             raise ValueError("the state is used for a model: make one for each, or remove() the other handle")
         if state.options.exact_1d:
