@@ -140,6 +140,7 @@ def _after_a_failed_pass(_):
     for layer in net.layers:
         layer.reset_iter_state()
     net.zero_grad()
+    state.close()
     backward(net, 1)
     assert same_on_all_ranks(gradients(net))
     assert kept_names(state) == {"layers.0", "layers.1", "layers.0#2"}

@@ -262,7 +262,7 @@ def _gathers(rank):
     # What is raised where the problem is, and elsewhere a TensorMismatchError that says why.
     for call, kind, match, on in (
         (lambda: scatter(None), TypeError, "got a NoneType", [0]),
-        (lambda: scatter({}), ValueError, "not gathered residuals", [0]),
+        (lambda: scatter({}), TypeError, "got a dict", [0]),
         (lambda: scatter(fewer), ValueError, f"of {world_size - 1} ranks, but the group has", [0]),
         (lambda: scatter(broken), ValueError, "a parameter 'norm.bias' of 1 values", [1]),
         (lambda: scatter(forged), ValueError, "inf is not a count", [1]),

@@ -140,6 +140,7 @@ class QuantizedAllreduceState(FeedbackState):
         super().close()
         self._placed_by = None
         self.averager.start_over()
+        self.feedback.drop_failed_step()
 
     def identity(self) -> dict[str, Any]:
         """Return what must be equal when residuals are saved and when they are loaded."""
@@ -193,15 +194,9 @@ class QuantizedAllreduceState(FeedbackState):
             return
         links, nodes = zip(*map(json.loads, worker.notes()), strict=True)
         hosts = worker.hosts() if nodes[0] is None else _node_numbers(nodes)
-        self.averager.start_over()
-        self.averager.placement = choose_placement(
-            type(self).__name__ if worker.process_group.rank() == 0 else None,
-            hosts,
-            links,
-            self.options.intra_node,
-            self.options.bits,
-        )
-        self.averager.require_fit()
+        name = type(self).__name__ if worker.process_group.rank() == 0 else None
+        placement = choose_placement(name, hosts, links, self.options.intra_node, self.options.bits)
+        self.averager.place(placement)
         self._placed_by = worker
 
     def _node(self) -> list[int] | None:

@@ -314,12 +314,11 @@ class AutoState(HookState):
             raise ValueError(f"the choice is of (version, candidates) {there!r:.500}, but here it is {here}")
         try:
             choice = None if state["choice"] is None else Choice(**state["choice"])
-            has_none = choice is None or self._quantized_state(choice.candidate) is None
-            fits = (state["residuals"] is None) == has_none
+            quantized = None if choice is None else self._quantized_state(choice.candidate)
+            if (state["residuals"] is None) != (quantized is None):
+                raise ValueError("either the saved candidate or this one has no residuals")
         except (LookupError, TypeError) as error:
             raise ValueError(f"this is not a choice that state_dict() returned: {error!r}") from error
-        if not fits:
-            raise ValueError("either the saved choice or this one has no residuals")
         return choice
 
     def _known_errors(self) -> dict[str, str]:

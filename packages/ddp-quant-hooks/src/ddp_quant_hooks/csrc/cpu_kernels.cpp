@@ -130,9 +130,9 @@ BLOCK_MATH void encode_block(const float* __restrict values, int64_t block, int6
         else if (new_residual) std::fill_n(new_residual, count, uint16_t{0});
         return;
     }
-    alignas(64) float restored[kMostBlock];  // what is sent; first the rotated values, if these are
+    alignas(64) float restored[kMostBlock];  // the rotated block, and then the values as a receiver has them
     const float* numbers = values;
-    int32_t rotated = 0;  // their largest magnitude
+    int32_t rotated = 0;  // the largest magnitude of the rotated block, if that is sent
     if constexpr (Numbers::kFew) {
         if (may_be_rotated) rotated = rotate_if_it_pays<Numbers, kLanes>(values, block, largest, restored);
         if (rotated) {

@@ -333,6 +333,11 @@ class Feedback:
         if self._step is not None:
             self._step.discard()
 
+    def drop_failed_step(self) -> None:
+        """Let what comes next not be taken for a part of a backward pass that raised."""
+        if self._step is not None and not (self._step.ended_well or self._step.open):
+            self._step = None
+
     @property
     def steps(self) -> int:
         """The number of steps that count, including the last one."""

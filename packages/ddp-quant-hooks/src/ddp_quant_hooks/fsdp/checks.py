@@ -12,15 +12,13 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
+from ddp_quant_hooks.feedback.names import without_wrappers
 from ddp_quant_hooks.feedback.step import value_count
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from dist_utils.process_groups import require_same_terms
 from dist_utils.torch_compat import inside_backward, private
 
 _PURPOSE = "averaging gradients under fully_shard"
-
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""What ``torch.compile`` and ``checkpoint_wrapper`` put into the names of modules."""
 
 KeyOf: TypeAlias = Callable[[torch.Tensor], str]
 """Gives the key of a module's next use, of which these are the gradients."""
@@ -225,7 +223,7 @@ def _sharded_modules(model: torch.nn.Module, name: str, method: str) -> list[Sha
     found: dict[int, ShardedModule] = {}
     for path, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            key = ".".join(part for part in path.split(".") if part not in _WRAPPERS) or "(model)"
+            key = without_wrappers(path) or "(model)"
             state = private(module, "_get_fsdp_state", _PURPOSE)()
             groups = getattr(state, "_fsdp_param_groups", None)
             groups = groups or [private(state, "_fsdp_param_group", _PURPOSE)]  # all that torch 2.9 has

@@ -197,16 +197,13 @@ def cache_folder() -> Path | None:
         return None
 
 
-def compile_program(
-    program: GpuProgram, architecture: str, *, logs: Any = None, use_cache: bool = True
-) -> bytes:
-    """Return a program as machine code.
+def compile_program(program: GpuProgram, architecture: str, *, logs: Any = None) -> bytes:
+    """Return a program as machine code: from the disk if it is there, else compiled, and kept there.
 
     Args:
         program: What to compile.
         architecture: Such as ``"sm_90"``.
         logs: Gets the compiler's report, registers and spills among it; a text stream.
-        use_cache: Take it from the disk if it is there, and keep it there.
 
     Raises:
         ImportError: ``cuda-core`` is not installed.
@@ -227,7 +224,7 @@ def compile_program(
         "ptxas_options": "-v",
     }
     made_of = repr((program.text, options, nvrtc.nvrtcVersion()))
-    folder = cache_folder() if use_cache else None
+    folder = cache_folder()
     file = None if folder is None else folder / f"{hashlib.sha256(made_of.encode()).hexdigest()}.cubin"
     kept = None if file is None else _read(file)
     if kept is not None:

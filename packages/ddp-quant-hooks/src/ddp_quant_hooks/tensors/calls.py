@@ -167,8 +167,7 @@ class Call:
 
 def _future_of_all(started: list[Future], tensors: Sequence[torch.Tensor], result: Tensors) -> Future:
     device = next((one.device for one in tensors if one.device.type != "cpu"), torch.device("cpu"))
-    if not started:
-        return completed_future(torch.empty(0, device=device)).then(lambda _: result)
+    parts = started or [completed_future(torch.empty(0, device=device))]
     caller = threading.get_ident()
 
     def last(done: Future) -> Tensors:
@@ -177,4 +176,4 @@ def _future_of_all(started: list[Future], tensors: Sequence[torch.Tensor], resul
         done.value()  # raises what went wrong
         return result
 
-    return joined_future(started, result, device).then(last)
+    return joined_future(parts, result, device).then(last)
