@@ -77,7 +77,7 @@ def state_between(mesh, **options):
 
 def kept_names(state):
     """Return the names under which the state keeps residuals."""
-    return set(state.state_dict()["lengths"])
+    return set(state.state_dict()["keys"])
 
 
 def batch(step):

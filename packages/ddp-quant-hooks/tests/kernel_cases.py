@@ -16,6 +16,27 @@ LAYOUTS = [
 ]
 
 
+INT8 = Layout("int8", 128)
+
+
+def encoded(values, layout=INT8, **residuals):
+    message = torch.empty(layout.message_bytes(values.numel()), dtype=torch.uint8)
+    kernels.encode(values, message, layout, **residuals)
+    return message
+
+
+def reduced(messages, count, layout, new_layout):
+    mean = torch.empty(new_layout.message_bytes(count), dtype=torch.uint8)
+    kernels.reduce(messages, layout, count, mean, new_layout)
+    return mean
+
+
+def decoded(messages, count, layout=INT8, dtype=torch.float32):
+    values = torch.empty(count, dtype=dtype)
+    kernels.decode(messages, layout, values)
+    return values
+
+
 def random_values(length, seed):
     """Return normal values, whatever torch's default dtype and device are."""
     generator = torch.Generator("cpu").manual_seed(seed)

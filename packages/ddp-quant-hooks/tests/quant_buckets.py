@@ -5,9 +5,10 @@ import io
 
 import torch
 from kernel_backends import computed_by
+from kernel_cases import decoded, encoded, reduced
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_quant_hooks import QuantizedAllreduceState, kernels, quantized_allreduce_hook
+from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 from ddp_quant_hooks.kernels import torch_ops
 
 STATES = {
@@ -54,18 +55,12 @@ def simulate(state, inputs):
 
 
 def _simulate(state, inputs):
-    count = inputs[0].numel()
-    messages = [torch.empty(state.scatter.message_bytes(count), dtype=torch.uint8) for _ in inputs]
-    for values, message in zip(inputs, messages, strict=True):
-        kernels.encode(values, message, state.scatter)
-    layout = state.scatter
+    count, layout = inputs[0].numel(), state.options.scatter_layout
+    messages = [encoded(values, layout) for values in inputs]
     if len(inputs) > 2:
-        mean = torch.empty(state.gather.message_bytes(count), dtype=torch.uint8)
-        kernels.reduce(messages, state.scatter, count, mean, state.gather)
-        messages, layout = [mean], state.gather
-    result = torch.empty_like(inputs[0])
-    kernels.decode(messages, layout, result)
-    return result
+        messages = [reduced(messages, count, layout, state.options.gather_layout)]
+        layout = state.options.gather_layout
+    return decoded(messages, count, layout, inputs[0].dtype)
 
 
 def differences(first, second):
@@ -101,4 +96,9 @@ def through_file(values):
 
 def flat_residuals(saved, kind="own"):
     """Return the residuals of each parameter or key in a state's ``state_dict()``, in one row."""
-    return {name: torch.cat([values for _, _, values in pieces]) for name, pieces in saved[kind].items()}
+    entries = {**saved["parameters"], **saved["keys"]}
+    return {
+        name: torch.cat([values for _, _, values in entry[kind]])
+        for name, entry in entries.items()
+        if entry[kind]
+    }

@@ -125,7 +125,7 @@ def _afterwards(rank):
         reference.step()
         assert torch.equal(training.weights(), reference.weights()), number
     threads = [thread.name for thread in threading.enumerate()]
-    kept = [name for name, one in state.candidates.items() if one.state.state_dict()["own"]]
+    kept = [name for name, one in state.candidates.items() if one.state.state_dict()["parameters"]]
     state.close()
     own.close()
     assert kept == [state.choice.candidate], "the residuals of others are freed"

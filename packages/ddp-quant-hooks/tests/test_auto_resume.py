@@ -101,11 +101,8 @@ def _refusals(rank):
         "other rank": (fresh, {**saved, "residuals": {**residuals, "rank": 1 - rank}}),
         "other number of ranks": (fresh, {**saved, "residuals": {**residuals, "world_size": 3}}),
         "other version": (fresh, {**saved, "version": 0}),
-        "not whole": (fresh, {**saved, "choice": {"candidate": "fast"}}),
         "no mapping": (fresh, {**saved, "choice": torch.zeros(2)}),
-        "no numbers": (fresh, {**saved, "choice": {**saved["choice"], "seconds": {"fast": "1"}}}),
-        "no names": (fresh, {**saved, "choice": {**saved["choice"], "errors": [1.0]}}),
-        "no text": (fresh, {**saved, "choice": {**saved["choice"], "why": None}}),
+        "no candidate": (fresh, {**saved, "choice": {**saved["choice"], "candidate": "faster"}}),
     }
     for model, state in attempts.values():
         with pytest.raises((TypeError, ValueError)):

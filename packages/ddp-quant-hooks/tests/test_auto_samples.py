@@ -79,7 +79,7 @@ def _default(rank):
     training = Training(state)
     choice, _ = training.until_chosen()
     four = state.candidates["4 bits"].state
-    found = choice, list(state.candidates), four.statistics, four.state_dict()["own"]
+    found = choice, list(state.candidates), four.statistics, four.state_dict()["parameters"]
     state.close()
     return found
 

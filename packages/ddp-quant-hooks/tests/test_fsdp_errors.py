@@ -127,11 +127,6 @@ def _handles(_):
     quantize_all_reduce(other, state)
     handle.remove()  # the state is no longer of this one
     _refused(ValueError, "state is used for a model", quantize_all_reduce, sharded(mesh["shard"]), state)
-    again = state_between(mesh)
-    for _ in range(2):
-        other = sharded(mesh["shard"])
-        quantize_all_reduce(other, again)
-        del other  # its parts refer to each other
 
 
 def _sharded_too_late(_):

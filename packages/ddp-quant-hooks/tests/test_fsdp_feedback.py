@@ -62,7 +62,7 @@ def _file_of_other_names(mesh):
     other = state_between(mesh, bits=4)
     quantize_all_reduce(layer, other)
     saved = state.state_dict()
-    saved["lengths"].pop("(model)")
+    saved["keys"].pop("(model)")
     other.load_state_dict(saved)
     with pytest.raises(RuntimeError, match=r"are of \['layers.*but the model has \['\(model\)'\]"):
         backward(layer, 0)
@@ -140,6 +140,7 @@ def _after_a_failed_pass(_):
     for layer in net.layers:
         layer.reset_iter_state()
     net.zero_grad()
+    state.close()
     backward(net, 1)
     assert same_on_all_ranks(gradients(net))
     assert kept_names(state) == {"layers.0", "layers.1", "layers.0#2"}

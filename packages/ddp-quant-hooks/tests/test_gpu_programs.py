@@ -71,7 +71,7 @@ def test_every_kernel_compiles_and_keeps_everything_in_registers(architecture, s
 
     def report(program):
         logs = io.StringIO()
-        code = compile_program(program, architecture, logs=logs, use_cache=False)
+        code = compile_program(program, architecture, logs=logs)
         return program.call, code[:4], logs.getvalue()
 
     with ThreadPoolExecutor(2) as pool:

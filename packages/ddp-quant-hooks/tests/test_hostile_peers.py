@@ -53,7 +53,7 @@ def _guarded(values, memories):
 
 
 def _finite_residuals(state, model=None):
-    residuals = flat_residuals(state.state_dict(model)) if state.error_feedback != "none" else {}
+    residuals = flat_residuals(state.state_dict(model)) if state.options.error_feedback != "none" else {}
     assert [name for name, lost in residuals.items() if not lost.isfinite().all()] == []
 
 

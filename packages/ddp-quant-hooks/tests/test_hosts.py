@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from host_names import take_host_name
-from kernel_cases import differences
+from kernel_cases import decoded, differences, encoded, reduced
 from quant_buckets import flat_residuals, run_hook, simulate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -18,7 +18,6 @@ from ddp_quant_hooks import (
     HierarchicalAllreduceState,
     QuantizedAllreduceState,
     all_reduce,
-    kernels,
     quantized_allreduce_hook,
     reduce_scatter_tensor,
 )
@@ -52,13 +51,8 @@ def _shares(state, inputs, hosts):
     for host in sorted(set(hosts)):
         parts = [values for values, name in zip(inputs, hosts, strict=True) if name == host]
         if state.options.intra_node == "quantized":
-            messages = [
-                torch.empty(state.scatter.message_bytes(one.numel()), dtype=torch.uint8) for one in parts
-            ]
-            for part, message in zip(parts, messages, strict=True):
-                kernels.encode(part, message, state.scatter)
-            share = torch.empty(inputs[0].numel())
-            kernels.decode(messages, state.scatter, share)
+            layout = state.options.scatter_layout
+            share = decoded([encoded(one, layout) for one in parts], inputs[0].numel(), layout)
             share *= len(set(hosts)) / len(hosts) / enlarge * len(parts)
         else:
             scale = 2.0 ** -(len(parts) - 1).bit_length()
@@ -73,13 +67,9 @@ def _shares(state, inputs, hosts):
 def _expected(state, inputs, hosts):
     shares, enlarge = _shares(state, inputs, hosts)
     if state.options.intra_node == "quantized" and len(shares) == 2:  # rounded before: the mean has an owner
-        messages = [torch.empty(state.scatter.message_bytes(len(one)), dtype=torch.uint8) for one in shares]
-        for share, message in zip(shares, messages, strict=True):
-            kernels.encode(share, message, state.scatter)
-        mean, result = torch.empty_like(messages[0]), torch.empty(len(shares[0]))
-        kernels.reduce(messages, state.scatter, len(result), mean, state.gather)
-        kernels.decode([mean], state.gather, result)
-        return result * enlarge
+        layout, gather, count = state.options.scatter_layout, state.options.gather_layout, len(shares[0])
+        mean = reduced([encoded(share, layout) for share in shares], count, layout, gather)
+        return decoded([mean], count, gather) * enlarge
     return simulate(state, shares) * enlarge
 
 

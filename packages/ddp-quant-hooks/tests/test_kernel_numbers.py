@@ -3,27 +3,14 @@
 import pytest
 import torch
 from kernel_backends import computed_by
-from kernel_cases import differences, random_values
+from kernel_cases import INT8, decoded, differences, encoded, random_values, reduced
 
 from ddp_quant_hooks import kernels
 from ddp_quant_hooks.kernels import Layout, torch_ops
 from dist_utils.testing import same_bits
 
-INT8 = Layout("int8", 128)
 LEVELS = {"int8": 127, "int4": 7}
 LARGEST = torch.finfo(torch.float32).max
-
-
-def encoded(values, layout=INT8, **residuals):
-    message = torch.empty(layout.message_bytes(values.numel()), dtype=torch.uint8)
-    kernels.encode(values, message, layout, **residuals)
-    return message
-
-
-def decoded(messages, count, layout=INT8, dtype=torch.float32):
-    values = torch.empty(count, dtype=dtype)
-    kernels.decode(messages, layout, values)
-    return values
 
 
 HALVES = [0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 2.49, -2.51]
@@ -129,12 +116,8 @@ def test_a_residual_is_what_is_missing(layout):
 def test_16_bits_lose_no_range(scale):
     """Relative to the block's scale 1e37 fits fp16, which has steps of 2^-24 below 2^-14 of the scale."""
     layout, unit = Layout("fp16", 128), 2.0**-11
-    message, first = (
-        torch.empty(layout.message_bytes(1280), dtype=torch.uint8),
-        random_values(1280, 0) * scale,
-    )
-    first = encoded(first)
-    kernels.reduce([first], INT8, 1280, message, layout)
+    first = encoded(random_values(1280, 0) * scale)
+    message = reduced([first], 1280, INT8, layout)
     mean, restored = decoded([first], 1280), decoded([message], 1280, layout)
     largest = mean.view(-1, 128).abs().amax(1, keepdim=True).expand(-1, 128).flatten()
     bound = (unit + 4 * 2.0**-24) * mean.abs() + 2.0**-25 * largest
@@ -148,8 +131,7 @@ def test_the_mean_of_equal_constants_is_that_constant(value):
         message = encoded(values, layout)
         for ranks in (1, 2, 3, 8, 100):
             assert decoded([message] * ranks, 300, layout).tolist() == values.tolist()
-            mean = torch.empty_like(message)
-            kernels.reduce([message] * ranks, layout, 300, mean, layout)
+            mean = reduced([message] * ranks, 300, layout, layout)
             assert decoded([mean], 300, layout).tolist() == values.tolist()
 
 

@@ -6,45 +6,30 @@ import pytest
 import torch
 import torch.distributed as dist
 from kernel_backends import computed_by
-from kernel_cases import differences
+from kernel_cases import decoded, differences, encoded, reduced
 from quant_buckets import make_state, run_hook
 
-from ddp_quant_hooks import (
-    QuantizedAllreduceState,
-    all_reduce,
-    kernels,
-)
+from ddp_quant_hooks import QuantizedAllreduceState, all_reduce
 from ddp_quant_hooks.kernels import torch_ops
 from dist_utils.testing import grad_bucket, run_ranks
 
 LENGTHS = (1, 130, 1000, 40_001)
 
 
-def _message(state, values):
-    message = torch.empty(state.scatter.message_bytes(values.numel()), dtype=torch.uint8)
-    kernels.encode(values, message, state.scatter)
-    return message
-
-
 def _mean_message(state, inputs, sizes):
     """Return the final message of ranks in levels. Chunks and shards end at block boundaries."""
-    count, (size, *between) = inputs[0].numel(), sizes
-    messages = [_message(state, values) for values in inputs]
+    count, (size, *between), layout = inputs[0].numel(), sizes, state.options.scatter_layout
+    messages = [encoded(values, layout) for values in inputs]
     if between:
-        means = [torch.empty(count) for _ in range(len(inputs) // size)]
-        for row, mean in enumerate(means):
-            kernels.decode(messages[row * size : (row + 1) * size], state.scatter, mean)
-        return _mean_message(state, means, between)
-    final = torch.empty(state.gather.message_bytes(count), dtype=torch.uint8)
-    kernels.reduce(messages, state.scatter, count, final, state.gather)
-    return final
+        rows = [messages[first : first + size] for first in range(0, len(messages), size)]
+        return _mean_message(state, [decoded(row, count, layout) for row in rows], between)
+    return reduced(messages, count, layout, state.options.gather_layout)
 
 
 def _expected(state, inputs, sizes):
-    result = torch.empty_like(inputs[0])
     with computed_by(torch_ops):
-        kernels.decode([_mean_message(state, inputs, sizes)], state.gather, result)
-    return result
+        message = _mean_message(state, inputs, sizes)
+        return decoded([message], inputs[0].numel(), state.options.gather_layout, inputs[0].dtype)
 
 
 def _inputs(length, dtype=torch.float32, seed=0):

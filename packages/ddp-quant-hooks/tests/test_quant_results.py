@@ -58,7 +58,7 @@ def _bits(rank):
     dtypes = cycle(VALUE_DTYPES)
     for name in STATES:
         state = make_state(name)
-        for length in LENGTHS if state.error_feedback == "none" else LENGTHS[-1:]:
+        for length in LENGTHS if state.options.error_feedback == "none" else LENGTHS[-1:]:
             dtype = next(dtypes)
             compare((name, dtype, length), state, _noise(length, dtype))
         next(dtypes)  # so that a length has another dtype in the next state

@@ -110,10 +110,10 @@ def test_an_option_of_another_type_or_value_is_refused_when_the_state_is_made(op
 
 def test_options_do_not_change_after_ranks_have_compared_them():
     state = QuantizedAllreduceState(sample_every=3)
-    assert state.sample_every == 3
+    assert state.options.sample_every == 3
     for name in ("min_bytes", "exact_1d", "sample_every", "error_feedback"):
         with pytest.raises(AttributeError):
-            setattr(state, name, 1)
+            setattr(state.options, name, 1)
 
 
 def _without_a_backend(rank):

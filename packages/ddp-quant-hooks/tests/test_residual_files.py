@@ -12,7 +12,7 @@ from resumed_runs import Net, Run, resumed, state_maker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_quant_hooks import HierarchicalAllreduceState, quantized_allreduce_hook
+from ddp_quant_hooks import HierarchicalAllreduceState, all_reduce, quantized_allreduce_hook
 from dist_utils import TensorMismatchError
 from dist_utils.testing import run_ranks, same_bits
 
@@ -29,7 +29,7 @@ def _trained(steps=3):
 def _names(rank):
     run = _trained()
     saved = run.state.state_dict()
-    assert saved["own"].keys() == dict(Net().named_parameters()).keys()
+    assert saved["parameters"].keys() == dict(Net().named_parameters()).keys()
     # Nothing is compiled before it is called; one rank suffices, as that imports the compiler.
     compiled = torch.compile if rank == 0 else torch.nn.Module.eval
     part = Net()
@@ -43,14 +43,14 @@ def _names(rank):
     with pytest.raises(ValueError, match=r"a parameter 'layers\.\d\.\w+', which the model does not"):
         run.state.state_dict(Net())
     fresh = BOTH()
-    assert fresh.state_dict()["lengths"] == {}, "there is nothing to save yet"
+    assert fresh.state_dict()["parameters"] == {}, "there is nothing to save yet"
     with pytest.raises(ValueError, match=r"load_state_dict\(\) needs the model"):
         fresh.load_state_dict(saved)
     with pytest.raises(TypeError, match="model must be a module, got int"):
         fresh.state_dict(3)
     with pytest.warns(UserWarning, match="pickles its options only"):
         pickled = pickle.loads(pickle.dumps(run.state))
-    assert pickled.state_dict(run.ddp)["own"] == {}
+    assert pickled.state_dict(run.ddp)["parameters"] == {}
 
 
 def test_names_do_not_depend_on_wrappers():
@@ -61,26 +61,19 @@ def _without(name):
     return lambda saved: {key: value for key, value in saved.items() if key != name}
 
 
-def _with_one(entry, name, value):
-    return lambda saved: {**saved, entry: {**saved[entry], name: value}}
+def _with(name, **changes):
+    """Return a change to the entry of one parameter; ``None``: to leave out what it has."""
+
+    def change(saved):
+        entry = {**saved["parameters"][name], **changes}
+        entry = {key: value for key, value in entry.items() if value is not None}
+        return {**saved, "parameters": {**saved["parameters"], name: entry}}
+
+    return change
 
 
-def _with(name, value):
-    return lambda saved: {**saved, name: value}
-
-
-def _with_pieces(*pieces):
-    return _with_one("own", "norm.bias", list(pieces))  # a parameter of 37 values
-
-
-def _with_residual(value):
-    return _with_pieces((0, 1.0, torch.full((37,), value)))
-
-
-def _with_key(name):
-    """Return a change to residuals of plain tensors, with one key."""
-    parts = {"lengths": {name: 3}, "strides": {name: ()}, "own": {}, "shard": {}}
-    return lambda saved: {**saved, "of_tensors": True, **parts}
+def _with_piece(*piece):
+    return _with("norm.bias", own=[piece])  # a parameter of 37 values
 
 
 WRONG_FILES = {  # what the message must say, and the change of a file
@@ -90,33 +83,20 @@ WRONG_FILES = {  # what the message must say, and the change of a file
     "residuals are of rank 7, but here": lambda saved: {**saved, "rank": 7},
     "of world_size 5, but here it is 2": lambda saved: {**saved, "world_size": 5},
     "of exact_1d None": _without("exact_1d"),
-    "not residuals that state_dict.*'own'": _without("own"),
-    "not residuals that state_dict.*'lengths'": _without("lengths"),
+    "not residuals that state_dict.*'parameters'": _without("parameters"),
+    "not residuals that state_dict.*'own'": _with("norm.bias", own=None),
+    "not residuals that state_dict.*'length'": _with("norm.bias", length=None),
     "not residuals that state_dict.*inf is not a count": lambda saved: {**saved, "steps": float("inf")},
-    "not residuals that state_dict.*-1 is not a count": lambda saved: {**saved, "steps": -1},
-    "not residuals that state_dict.*0.5 is not a count": _with_pieces((0.5, 1.0, torch.ones(9))),
-    "not residuals that state_dict.*Boolean value of Tensor": _with("version", torch.ones(3)),
-    "not residuals that state_dict.*tensor.* is not a list of strings": _with("places", torch.ones(3)),
-    r"not residuals that state_dict.*\[1, 'x'\] is not a list of strings": _with("places", [1, "x"]),
-    "not residuals that state_dict.*of_tensors is 'yes'": _with("of_tensors", "yes"),
-    "not residuals that state_dict.*of_tensors is 0": _with("of_tensors", 0),
-    "not residuals that state_dict.*of_tensors is None": _with("of_tensors", None),
-    r"not residuals that state_dict.*\[5\] is not a list of strings": _with_key(5),
-    "not residuals that state_dict.*'x' is not a weight": _with_pieces((0, "x", torch.ones(9))),
-    "not residuals that state_dict.*inf is not a weight": _with_pieces((0, torch.inf, torch.ones(9))),
-    r"not residuals that state_dict.*\[1.0\] is not a weight": _with_pieces((0, [1.0], torch.ones(9))),
-    "not residuals that state_dict.*torch.bool": _with_pieces((0, 1.0, torch.ones(9, dtype=torch.bool))),
-    "not residuals that state_dict.*torch.complex64": _with_pieces((0, 1.0, torch.ones(9) * 1j)),
-    "not residuals that state_dict.*is_floating_point": _with_pieces((0, 1.0, [1.0] * 9)),
-    "not residuals that state_dict.*argument": _with_pieces((0, 1.0)),
-    r"a piece of shape \(38,\) at 0, but only 37 values": _with_pieces((0, 1.0, torch.ones(38))),
-    r"a piece of shape \(3, 3\) at 0": _with_pieces((0, 1.0, torch.ones(3, 3))),
-    r"a piece of shape \(9,\) at 1000000000, but": _with_pieces((10**9, 1.0, torch.ones(9))),
-    "'norm.bias' overlap at 8": _with_pieces((8, 1.0, torch.ones(9)), (0, 1.0, torch.ones(9))),
-    "a parameter 'layers.0.weight' of 36 values, 2257 long here": _with_one("lengths", "layers.0.weight", 36),
-    "another memory format: with strides": _with_one("strides", "layers.0.weight", (1, 61)),
-    "'norm.bias' has values that are not finite": _with_residual(torch.nan),
-    "'norm.bias' has values that are not finite in": _with_residual(3.4e38),  # becomes infinite in bf16
+    "not residuals that state_dict.*-1 is not a count": _with_piece(-1, 1.0, torch.ones(9)),
+    "not residuals that state_dict.*0.5 is not a count": _with_piece(0.5, 1.0, torch.ones(9)),
+    "not residuals that state_dict.*Boolean value": lambda saved: {**saved, "version": torch.ones(3)},
+    "not residuals that state_dict.*argument": _with_piece(0, 1.0),
+    r"a piece of shape \(38,\) at 0, but only 37 values": _with_piece(0, 1.0, torch.ones(38)),
+    r"a piece of shape \(3, 3\) at 0": _with_piece(0, 1.0, torch.ones(3, 3)),
+    "a parameter 'layers.0.weight' of 36 values, 2257 long here": _with("layers.0.weight", length=36),
+    "another memory format: with strides": _with("layers.0.weight", strides=(1, 61)),
+    "'norm.bias' has values that are not finite": _with_piece(0, 1.0, torch.full((37,), torch.nan)),
+    "'norm.bias' has values that are not finite in": _with_piece(0, 1.0, torch.full((37,), 3.4e38)),
 }
 OTHER_OPTIONS = {
     "error_feedback 'both', but here": {"error_feedback": "shard"},
@@ -147,7 +127,7 @@ def _refusals(rank):
     for match, state in others.items():
         with pytest.raises(ValueError, match=match):
             state.load_state_dict(saved, run.ddp)
-        assert state.state_dict(run.ddp)["own"] == {}
+        assert state.state_dict(run.ddp)["parameters"] == {}
     run.step(3)
 
 
@@ -173,8 +153,8 @@ def _positions(saved):
     """Return each mean's residual by parameter and position."""
     return {
         (name, start + number, weight): value
-        for name, pieces in saved["shard"].items()
-        for start, weight, values in pieces
+        for name, entry in saved["parameters"].items()
+        for start, weight, values in entry["shard"]
         for number, value in enumerate(values.tolist())
     }
 
@@ -210,6 +190,20 @@ def test_residuals_follow_values_into_other_buckets():
     run_ranks(_other_buckets, 3)
 
 
+def _other_kind(rank):
+    """One rank loads residuals of keys into the state of a model: all raise, as soon as they compare."""
+    run, tensors = _trained(), BOTH()
+    all_reduce(torch.ones(1000), dist.ReduceOp.AVG, tensors, key="a")
+    run.state.load_state_dict((tensors if rank else run.state).state_dict())
+    told = "loaded residuals is 'of parameters in step 3' on rank 0, 'of keys in step 1' on rank 1"
+    with pytest.raises(RuntimeError, match=told):
+        run.step(3)
+
+
+def test_residuals_of_another_kind_on_one_rank_are_an_error_on_all():
+    run_ranks(_other_kind, 2)
+
+
 def _bound(rank):
     group = [dist.new_group([0, 1]), dist.new_group([2])][rank // 2]
     ddp = DistributedDataParallel(torch.nn.Linear(40, 40), process_group=group)
@@ -217,7 +211,7 @@ def _bound(rank):
     assert state.bind(ddp).process_group is group
     ddp.register_comm_hook(state, quantized_allreduce_hook)
     ddp(torch.ones(1, 40)).sum().backward()
-    assert state.state_dict()["own"].keys() == ({"weight", "bias"} if rank < 2 else set())
+    assert state.state_dict()["parameters"].keys() == ({"weight", "bias"} if rank < 2 else set())
     del ddp
     if rank < 2:
         with pytest.raises(ValueError, match="whose model is gone now"):
@@ -262,13 +256,13 @@ def _gathers(rank):
     fewer = broken = forged = None
     if whole is not None:
         fewer, broken, forged = {**whole, "ranks": whole["ranks"][:-1]}, *map(copy.deepcopy, [whole] * 2)
-        broken["ranks"][1]["lengths"]["norm.bias"] = 1
+        broken["ranks"][1]["parameters"]["norm.bias"]["length"] = 1
         forged["ranks"][1]["steps"] = float("inf")
     everyone, model = range(world_size), Net() if rank == 1 else None
     # What is raised where the problem is, and elsewhere a TensorMismatchError that says why.
     for call, kind, match, on in (
         (lambda: scatter(None), TypeError, "got a NoneType", [0]),
-        (lambda: scatter({}), ValueError, "not gathered residuals", [0]),
+        (lambda: scatter({}), TypeError, "got a dict", [0]),
         (lambda: scatter(fewer), ValueError, f"of {world_size - 1} ranks, but the group has", [0]),
         (lambda: scatter(broken), ValueError, "a parameter 'norm.bias' of 1 values", [1]),
         (lambda: scatter(forged), ValueError, "inf is not a count", [1]),

@@ -293,6 +293,6 @@ def test_residuals_take_4_bytes_a_value_in_any_buckets():
 
 
 def test_the_defaults_of_4_bits_feed_errors_back():
-    state = QuantizedAllreduceState(bits=4)
-    assert (state.error_feedback, state.scatter.block_size, state.gather.format) == ("both", 32, "int4")
-    assert QuantizedAllreduceState().error_feedback == "none"
+    options = QuantizedAllreduceState(bits=4).options
+    assert (options.error_feedback, options.block_size, options.gather) == ("both", 32, "int4")
+    assert QuantizedAllreduceState().options.error_feedback == "none"

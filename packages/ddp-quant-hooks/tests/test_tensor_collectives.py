@@ -63,7 +63,7 @@ def _lists(rank):
         factor, plain = world_size if op == SUM else 1, 0
         for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.float64):
             result, inputs = _flat(tensors, dtype), [_flat(one, dtype) for one in everyone]
-            if dtype == torch.float64 or result.nbytes < state.min_bytes:
+            if dtype == torch.float64 or result.nbytes < state.options.least_bytes(world_size):
                 plain += 1
                 exact = factor * sum(one.double() for one in inputs) / world_size
                 rounding = 4 * torch.finfo(dtype).eps
@@ -75,6 +75,9 @@ def _lists(rank):
     bias, weight = biases[rank].clone(), torch.full((20, 25), 1e6)
     all_reduce([weight, bias], AVG, make(exact_1d=True))
     torch.testing.assert_close(bias, sum(biases) / world_size, rtol=1e-6, atol=1e-6)
+    ones = torch.ones(9)
+    all_reduce(ones)
+    assert ones.tolist() == [world_size] * 9, "without a state"
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -5,7 +5,8 @@ from ddp_quant_hooks.auto.state import AutoState, CandidateError, auto_hook
 from ddp_quant_hooks.hook import quantized_allreduce_hook
 from ddp_quant_hooks.states import HierarchicalAllreduceState, QuantizedAllreduceState
 from ddp_quant_hooks.statistics import Statistics
-from ddp_quant_hooks.tensors import all_reduce, reduce_scatter_tensor
+from ddp_quant_hooks.tensors.all_reduce import all_reduce
+from ddp_quant_hooks.tensors.shards import reduce_scatter_tensor
 from ddp_quant_hooks.torch_hooks import quantization_perchannel_hook, quantization_pertensor_hook
 
 __all__ = [

@@ -46,15 +46,20 @@ class Averager:
         self._scratches: dict[torch.device, list[Scratch]] = {}
         self._prepared = 0
 
-    def require_fit(self) -> None:
-        """Raise ``ValueError`` if the levels that were chosen do not fit the ranks and their hosts."""
-        assert self.placement is not None
-        plan_average(self.placement, 0, 1, Formats(*self._layouts, 4), levels=self._options.levels)
-
     def start_over(self) -> None:
         """Free memory, forget where ranks are, and sample the next bucket: ranks may have been at others."""
         self.placement, self._prepared = None, 0
         self._scratches.clear()
+
+    def place(self, placement: Placement) -> None:
+        """Learn where the ranks are.
+
+        Raises:
+            ValueError: The levels that the user has chosen do not fit the ranks and their hosts.
+        """
+        self.start_over()
+        plan_average(placement, 0, 1, Formats(*self._layouts, 4), levels=self._options.levels)
+        self.placement = placement
 
     def quantizes(self, dtype: torch.dtype, nbytes: int, ranks: int) -> bool:
         """Return whether so many bytes of a dtype, real or complex, are sent in few bits."""

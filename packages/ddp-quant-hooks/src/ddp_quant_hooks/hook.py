@@ -28,7 +28,7 @@ def quantized_allreduce_hook(
     Args:
         state: Options, residuals and statistics; one state for each model.
         bucket: From DDP. fp32, bf16, fp16 and complex64 are quantized; sparse, fp64 and complex128
-            buckets, and those below ``state.min_bytes``, are averaged without compression.
+            buckets, and those below ``min_bytes``, are averaged without compression.
 
     Returns:
         A future of ``bucket.buffer()`` holding the mean, in its dtype, bitwise identical on all ranks. A
@@ -97,7 +97,7 @@ def _average(
         return completed_future(buffer)
     owners, tensors, exact = bucket.parameters(), [buffer], list[torch.Tensor]()
     quantized = not buffer.is_sparse and averager.quantizes(buffer.dtype, buffer.nbytes, group.size())
-    if quantized and state.exact_1d:
+    if quantized and state.options.exact_1d:
         owners, tensors, exact = _without_small(bucket)
     if not quantized or not tensors:
         return allreduce_hook(group, bucket).then(_count_when_done(state, step, group, buffer))

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ddp_quant_hooks.averaging import Averager, plan_digest
 from ddp_quant_hooks.exchange.placement import choose_placement, link_inside_host
 from ddp_quant_hooks.feedback.checkpoint import FeedbackState
-from ddp_quant_hooks.kernels.layout import WIRE_VERSION, Format, Layout
+from ddp_quant_hooks.kernels.layout import WIRE_VERSION, Format
 from ddp_quant_hooks.options import ErrorFeedback, check_options
 from ddp_quant_hooks.statistics import Counter, Statistics
 from dist_utils import AgreementError, GroupLike, OrderedWorker, resolve_group
@@ -127,36 +127,6 @@ class QuantizedAllreduceState(FeedbackState):
         self._device = torch.device("cpu")
 
     @property
-    def scatter(self) -> Layout:
-        """The format in which values are sent."""
-        return self.options.scatter_layout
-
-    @property
-    def gather(self) -> Layout:
-        """The format in which averages are sent."""
-        return self.options.gather_layout
-
-    @property
-    def error_feedback(self) -> ErrorFeedback:
-        """Which residuals are kept."""
-        return self.options.error_feedback
-
-    @property
-    def min_bytes(self) -> int:
-        """Smaller buckets are averaged without compression; the default depends on the group's size."""
-        return self.options.least_bytes(self.process_group.size())
-
-    @property
-    def exact_1d(self) -> bool:
-        """Whether parameters of at most one dimension are averaged without compression."""
-        return self.options.exact_1d
-
-    @property
-    def sample_every(self) -> int:
-        """The error of one in this many quantized buckets is measured; 0: of none."""
-        return self.options.sample_every
-
-    @property
     def statistics(self) -> Statistics:
         """What was done in the backward passes that have ended."""
         return self.counter.read()
@@ -170,21 +140,22 @@ class QuantizedAllreduceState(FeedbackState):
         super().close()
         self._placed_by = None
         self.averager.start_over()
+        self.feedback.drop_failed_step()
 
     def identity(self) -> dict[str, Any]:
         """Return what must be equal when residuals are saved and when they are loaded."""
-        group = self.process_group
+        group, options = self.process_group, self.options
         return {
             "state": type(self).__name__,
             "rank": group.rank(),
             "world_size": group.size(),
-            "error_feedback": self.error_feedback,
-            "scatter": (self.scatter.format, self.scatter.block_size),
-            "gather": (self.gather.format, self.gather.block_size),
-            "exact_1d": self.exact_1d,
-            "min_bytes": self.min_bytes,
-            "levels": self.options.levels,
-            "intra_node": self.options.intra_node,
+            "error_feedback": options.error_feedback,
+            "scatter": (options.scatter_layout.format, options.block_size),
+            "gather": (options.gather, options.block_size),
+            "exact_1d": options.exact_1d,
+            "min_bytes": options.least_bytes(group.size()),
+            "levels": options.levels,
+            "intra_node": options.intra_node,
         }
 
     def terms(self) -> dict[str, object]:
@@ -223,15 +194,9 @@ class QuantizedAllreduceState(FeedbackState):
             return
         links, nodes = zip(*map(json.loads, worker.notes()), strict=True)
         hosts = worker.hosts() if nodes[0] is None else _node_numbers(nodes)
-        self.averager.start_over()
-        self.averager.placement = choose_placement(
-            type(self).__name__ if worker.process_group.rank() == 0 else None,
-            hosts,
-            links,
-            self.options.intra_node,
-            self.options.bits,
-        )
-        self.averager.require_fit()
+        name = type(self).__name__ if worker.process_group.rank() == 0 else None
+        placement = choose_placement(name, hosts, links, self.options.intra_node, self.options.bits)
+        self.averager.place(placement)
         self._placed_by = worker
 
     def _node(self) -> list[int] | None:
@@ -244,14 +209,14 @@ class QuantizedAllreduceState(FeedbackState):
         Raises:
             RuntimeError: It is, and there is something to decide.
         """
-        if (self.error_feedback != "none" or self.sample_every) and _is_captured(buffer):
+        if (self.feedback.wanted or self.options.sample_every) and _is_captured(buffer):
             raise RuntimeError(
                 "a CUDA graph cannot hold what changes from step to step: capture with "
                 "error_feedback='none' and sample_every=0"
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._group is not None or self.error_feedback != "none":
+        if self._group is not None or self.feedback.wanted:
             warnings.warn(
                 f"a {type(self).__name__} pickles its options only: the copy uses WORLD and has no residuals",
                 stacklevel=2,

@@ -11,7 +11,7 @@ from ddp_quant_hooks import kernels
 from ddp_quant_hooks.hook import check_buffer
 from dist_utils import GroupLike, resolve_group
 from dist_utils.comm_hooks import buckets_only, completed_future, failed_future, require_same_bucket
-from dist_utils.process_groups import runs_on_host
+from dist_utils.process_groups import future_of_work
 from dist_utils.torch_compat import GradBucket, all_gather_single, profiler_range
 
 
@@ -118,13 +118,6 @@ def _average(
         )
         message = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=values.device)
         kernels.affine_encode(values, message, layout)
-        if buffer.device.type != "cpu" and runs_on_host(group, buffer.device):
-            # Gloo's futures know nothing of streams, so this runs on the host and blocks.
-            on_host = message.cpu()
-            from_all = on_host.new_empty(group.size() * on_host.numel())
-            all_gather_single(from_all, on_host, group)
-            kernels.affine_decode(from_all.to(buffer.device).chunk(group.size()), layout, values)
-            return completed_future(buffer)
         gathered = message.new_empty(group.size() * message.numel())
         work: Any = all_gather_single(gathered, message, group, async_op=True)
         # One of Gloo's threads may be the last to drop the callback, which must not own the group: the
@@ -136,5 +129,4 @@ def _average(
             kernels.affine_decode(gathered.chunk(world_size), layout, values)
             return buffer
 
-        averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(restore)
-        return averaged
+        return future_of_work(work, group, buffer.device).then(restore)

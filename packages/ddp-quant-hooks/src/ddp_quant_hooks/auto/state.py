@@ -7,7 +7,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -297,7 +297,7 @@ class AutoState(HookState):
             self.close()
             return
         if (quantized := self._quantized_state(choice.candidate)) is not None:
-            quantized.take_over(quantized.residuals_of(state["residuals"], model))
+            quantized.load_state_dict(state["residuals"], model)
         self._loaded = choice.candidate
         self._choose(choice)
         self.close()
@@ -313,14 +313,12 @@ class AutoState(HookState):
         if repr(there) != repr(here):  # as text: values from a file may be anything
             raise ValueError(f"the choice is of (version, candidates) {there!r:.500}, but here it is {here}")
         try:
-            if state["choice"] is None:
-                return None
-            choice = _read_choice(state["choice"])
-            fits = (state["residuals"] is None) == (self._quantized_state(choice.candidate) is None)
-        except (LookupError, TypeError, AttributeError) as error:
+            choice = None if state["choice"] is None else Choice(**state["choice"])
+            quantized = None if choice is None else self._quantized_state(choice.candidate)
+            if (state["residuals"] is None) != (quantized is None):
+                raise ValueError("either the saved candidate or this one has no residuals")
+        except (LookupError, TypeError) as error:
             raise ValueError(f"this is not a choice that state_dict() returned: {error!r}") from error
-        if not fits:
-            raise ValueError(f"of {choice.candidate!r}, either the saved or this one has no residuals")
         return choice
 
     def _known_errors(self) -> dict[str, str]:
@@ -463,13 +461,3 @@ def _check_candidates(candidates: object) -> dict[str, Candidate]:
         if not (isinstance(name, str) and both):
             raise TypeError(f"candidates must be pairs of a state and a hook by name, got {name!r}: {pair!r}")
     return {name: Candidate(*pair) for name, pair in candidates.items()}
-
-
-def _read_choice(saved: Any) -> Choice:
-    """Return a saved choice; raises ``LookupError``, ``TypeError`` or ``AttributeError`` for others."""
-    choice = Choice(**{one.name: saved[one.name] for one in fields(Choice)})
-    names = [choice.candidate, choice.why, *choice.seconds, *choice.errors]
-    numbers = [*choice.seconds.values(), *choice.errors.values()]
-    if {*map(type, names)} != {str} or {*map(type, numbers)} - {float}:
-        raise TypeError("candidate and why must be strings, seconds and errors numbers by name")
-    return choice

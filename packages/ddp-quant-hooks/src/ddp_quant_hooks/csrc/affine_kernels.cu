@@ -72,7 +72,7 @@ BLOCK_MATH Extremes find_extremes(const W& work, const Span& span) {
         }
     }
     __shared__ int32_t of_warp[2][kThreads / kWarp];
-    found = {largest_of<kWarp>(found.below), largest_of<kWarp>(found.above)};
+    found = {of_lanes<kWarp>(found.below, larger), of_lanes<kWarp>(found.above, larger)};
     if (threadIdx.x % kWarp == 0) {
         of_warp[0][threadIdx.x / kWarp] = found.below;
         of_warp[1][threadIdx.x / kWarp] = found.above;

@@ -147,20 +147,11 @@ BLOCK_MATH void add_residual(B& block, const uint16_t* residual) {
     });
 }
 
-// Combines the numbers of all lanes of a team with `join`. All lanes of a warp must call this.
-template <class B, class Join>
-BLOCK_MATH int32_t of_team(int32_t number, Join join) {
-    #pragma unroll
-    for (int step = B::kLanes / 2; step > 0; step /= 2)
-        number = join(number, __shfl_xor_sync(0xffffffffu, number, step));
-    return number;
-}
-
 template <class B>
 BLOCK_MATH int32_t largest_of_team(const B& block, const float (&values)[B::kUnits][2][B::kUnit]) {
     int32_t largest = 0;
     for_each_value<B>([&](int unit, int half, int i) { largest = larger(largest, magnitude_bits(values[unit][half][i])); });
-    return of_team<B>(largest, larger);
+    return of_lanes<B::kLanes>(largest, larger);
 }
 
 // The same where either all values of the block are NaN or none: a maximum of floats takes one instruction a value,
@@ -169,7 +160,7 @@ template <class B>
 BLOCK_MATH int32_t largest_of_mean(const B& block) {
     float largest = fabsf(block.values[0][0][0]);
     for_each_value<B>([&](int unit, int half, int i) { largest = fmaxf(largest, fabsf(block.values[unit][half][i])); });
-    return of_team<B>(magnitude_bits(largest), larger);
+    return of_lanes<B::kLanes>(magnitude_bits(largest), larger);
 }
 
 // ---- rotating ----
@@ -223,10 +214,10 @@ BLOCK_MATH int32_t rotate_if_it_pays(const B& block, int32_t largest, float (&ro
         above += magnitude > limit;
         smallest = magnitude < smallest ? magnitude : smallest;
     });
-    above = of_team<B>(above, [](int32_t left, int32_t right) { return left + right; });
-    smallest = of_team<B>(smallest, [](int32_t left, int32_t right) { return left < right ? left : right; });
+    above = of_lanes<B::kLanes>(above, [](int32_t left, int32_t right) { return left + right; });
+    smallest = of_lanes<B::kLanes>(smallest, [](int32_t left, int32_t right) { return left < right ? left : right; });
     bool may = is_peaked<typename B::Numbers>(above, B::kBlock) && may_rotate(smallest, largest);
-    if (!largest_of<kWarp>(may)) return 0;
+    if (!of_lanes<kWarp>(may, larger)) return 0;
     turn(block, block.values, rotated);
     transform<B>(rotated, block.lane);
     int32_t largest_rotated = largest_of_team(block, rotated);
@@ -236,7 +227,7 @@ BLOCK_MATH int32_t rotate_if_it_pays(const B& block, int32_t largest, float (&ro
 // Restores a block from its numbers times their restoring scale, if its team has one.
 template <class B>
 BLOCK_MATH void restore_if(bool rotated, const B& block, float (&values)[B::kUnits][2][B::kUnit]) {
-    if (!largest_of<kWarp>(rotated)) return;
+    if (!of_lanes<kWarp>(rotated, larger)) return;
     float restored[B::kUnits][2][B::kUnit];
     memcpy(restored, values, sizeof restored);
     transform<B>(restored, block.lane);

@@ -9,13 +9,11 @@
 #define DDP_QUANT_HOOKS_BLOCK_MATH_H
 
 #if defined(__CUDACC_RTC__)  // NVRTC has no headers of the host
-using int8_t = signed char;
 using uint8_t = unsigned char;
 using uint16_t = unsigned short;
 using int32_t = int;
 using uint32_t = unsigned int;
 using int64_t = long long;
-using uint64_t = unsigned long long;
 #define BLOCK_MATH static __device__ __forceinline__
 #else
 #include <cstdint>

@@ -114,19 +114,6 @@ BLOCK_MATH int32_t rotate_if_it_pays(const float* __restrict values, int64_t blo
     return rotation_pays(largest, largest_rotated, block) ? largest_rotated : 0;
 }
 
-// Stores the rounding errors of the first `count` values. In two loops: one loop would use vectors as long as
-// the payload's bytes fill, which are few in a short block.
-template <class Numbers>
-BLOCK_MATH void store_loss(const float* __restrict values, int64_t block, int64_t count,
-                           const uint8_t* __restrict payload, float scale, uint16_t* __restrict new_residual) {
-    alignas(64) float numbers[kMostBlock];
-    int64_t half = block / 2;
-    for (int64_t i = 0; i < half; ++i) numbers[i] = Numbers::first(payload, i, half);
-    for (int64_t i = 0; i < half; ++i) numbers[half + i] = Numbers::second(payload, i, half);
-    float step = 1.0f / Numbers::kLevels;
-    for (int64_t i = 0; i < count; ++i) new_residual[i] = bfloat16_of_finite(values[i] - decoded(numbers[i], step, scale));
-}
-
 // Writes a block's payload and scale, and their rounding errors to `new_residual` (null: not needed).
 template <class Numbers, int kLanes>
 BLOCK_MATH void encode_block(const float* __restrict values, int64_t block, int64_t count, bool may_be_rotated,
@@ -143,26 +130,29 @@ BLOCK_MATH void encode_block(const float* __restrict values, int64_t block, int6
         else if (new_residual) std::fill_n(new_residual, count, uint16_t{0});
         return;
     }
+    alignas(64) float restored[kMostBlock];  // the rotated block, and then the values as a receiver has them
+    const float* numbers = values;
+    int32_t rotated = 0;  // the largest magnitude of the rotated block, if that is sent
     if constexpr (Numbers::kFew) {
-        alignas(64) float rotated[kMostBlock];
-        int32_t turned = may_be_rotated ? rotate_if_it_pays<Numbers, kLanes>(values, block, largest, rotated) : 0;
-        if (turned) {
-            by = encoding_of(turned, Numbers::kLevels);
-            write_numbers<Numbers, kLanes>(rotated, half, by, payload);
-            float sent = -by.scale;
-            memcpy(scale, &sent, 4);
-            if (!new_residual) return;
-            decode_numbers<Numbers>(payload, half, restoring(sent, block), rotated);
-            cpu_rotation::restore<kLanes>(rotated, block);
-            for (int64_t i = 0; i < count; ++i) new_residual[i] = bfloat16_of_finite(values[i] - rotated[i]);
-            return;
+        if (may_be_rotated) rotated = rotate_if_it_pays<Numbers, kLanes>(values, block, largest, restored);
+        if (rotated) {
+            by = encoding_of(rotated, Numbers::kLevels);
+            numbers = restored;
         }
     }
-    write_numbers<Numbers, kLanes>(values, half, by, payload);
-    memcpy(scale, &by.scale, 4);
+    write_numbers<Numbers, kLanes>(numbers, half, by, payload);
+    float sent = rotated ? -by.scale : by.scale;
+    memcpy(scale, &sent, 4);
     if (!new_residual) return;
-    if (count == block) store_loss<Numbers>(values, block, block, payload, by.scale, new_residual);
-    else store_loss<Numbers>(values, block, count, payload, by.scale, new_residual);
+    // In two loops: one loop would use vectors as long as the payload's bytes fill, which are few in a short block.
+    decode_numbers<Numbers>(payload, half, restoring(sent, block), restored);
+    if constexpr (Numbers::kFew)
+        if (rotated) cpu_rotation::restore<kLanes>(restored, block);
+    auto store_loss = [&](int64_t end) __attribute__((always_inline)) {
+        for (int64_t i = 0; i < end; ++i) new_residual[i] = bfloat16_of_finite(values[i] - restored[i]);
+    };
+    if (count == block) store_loss(block);
+    else store_loss(count);
 }
 
 BLOCK_MATH float scale_at(const uint8_t* scales, int64_t index) {

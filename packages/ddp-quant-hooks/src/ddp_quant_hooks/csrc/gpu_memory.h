@@ -21,7 +21,7 @@ struct alignas(kBytes) Piece {
 template <int kBytes>
 BLOCK_MATH void store_piece(void* memory, const Piece<kBytes>& piece) {
 #if defined(__CUDACC_RTC__)
-    uint64_t address = __cvta_generic_to_global(memory);
+    auto address = __cvta_generic_to_global(memory);
     if constexpr (kBytes == 16) {
         asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(piece.words[0]),
                      "r"(piece.words[1]), "r"(piece.words[2]), "r"(piece.words[3]) : "memory");
@@ -110,12 +110,12 @@ BLOCK_MATH void store(typename Value::Stored* to, const float* values, int64_t c
 
 BLOCK_MATH int32_t larger(int32_t left, int32_t right) { return left > right ? left : right; }
 
-// The largest number of each kLanes lanes, a power of two. All lanes of a warp must call this.
-template <int kLanes>
-BLOCK_MATH int32_t largest_of(int32_t number) {
+// Combines the numbers of each kLanes lanes, a power of two, with `join`. All lanes of a warp must call this.
+template <int kLanes, class Join>
+BLOCK_MATH int32_t of_lanes(int32_t number, Join join) {
     #pragma unroll
     for (int step = kLanes / 2; step > 0; step /= 2)
-        number = larger(number, __shfl_xor_sync(0xffffffffu, number, step));
+        number = join(number, __shfl_xor_sync(0xffffffffu, number, step));
     return number;
 }
 

@@ -216,12 +216,12 @@ class _ChunkExchange:
             yield from self._swap(stage, [own] * 2, messages, 0)
             return
         if stage.way is Way.TWO_SHOT:
-            incoming = yield from self._scatter_few_bits(stage, values)
+            incoming = yield from self._scatter_few_bits(stage, values, answers)
             length, formats = stage.lengths[stage.place], self.task.plan.formats
             residual = self.task.residual(stage.lost_mean, length)
             kernels.reduce(incoming, formats.scatter, length, mine, formats.gather, **residual)
         else:
-            sums = yield from self._sums(stage, values)
+            sums = yield from self._sums(stage, values, answers)
             parts = torch.split(sums, [stage.lengths[shard] for shard in stage.owned])
             blocks = stage.answers.shards(answers)
             yield from _together(
@@ -230,11 +230,13 @@ class _ChunkExchange:
             )
         yield from self._swap(stage, [mine] * len(stage.ranks), stage.answers.messages(answers), 1)
 
-    def _sums(self, stage: Stage, values: torch.Tensor) -> Generator[None, None, torch.Tensor]:
+    def _sums(
+        self, stage: Stage, values: torch.Tensor, answers: torch.Tensor | None = None
+    ) -> Generator[None, None, torch.Tensor]:
         """Return, in fp32, what the row contributes to the means of the shards that this rank owns."""
         lengths = [stage.lengths[shard] for shard in stage.owned]
         if stage.way is Way.FEW_BITS:
-            incoming = yield from self._scatter_few_bits(stage, values)
+            incoming = yield from self._scatter_few_bits(stage, values, answers)
             sums = self.scratch.take(sum(lengths), torch.float32)
             layout = self.task.plan.formats.scatter
             sizes = [layout.message_bytes(length) for length in lengths]
@@ -248,8 +250,7 @@ class _ChunkExchange:
             self._join([parts[shard] for shard, owner in enumerate(stage.outgoing.owners) if owner == place])
             for place in range(len(stage.ranks))
         ]
-        incoming = [self.scratch.take(sum(lengths), values.dtype) for _ in stage.ranks]
-        incoming[stage.place] = outgoing[stage.place]
+        incoming = self._incoming(stage, outgoing)
         yield from self._swap(stage, outgoing, incoming, 0)
         sums = self.scratch.take(sum(lengths), torch.float32).zero_()
         # Made smaller first, as a sum of finite values may not be finite; by a power of two, which rounds
@@ -262,19 +263,30 @@ class _ChunkExchange:
         return sums
 
     def _scatter_few_bits(
-        self, stage: Stage, values: torch.Tensor
+        self, stage: Stage, values: torch.Tensor, answers: torch.Tensor | None = None
     ) -> Generator[None, None, list[torch.Tensor]]:
-        """Send each owner its shards, and return every rank's messages of the shards that this rank owns."""
-        memory, formats = self.scratch.take(stage.outgoing.total), self.task.plan.formats
+        """Send each owner its shards, and return every rank's messages of the shards that this rank owns.
+
+        What is sent is in the memory of the ``answers`` if these fit into its place: it is not needed any
+        more when they come, nor is what this rank keeps when it has computed its own.
+        """
+        formats, fits = self.task.plan.formats, stage.answers == stage.outgoing
+        memory = answers if answers is not None and fits else self.scratch.take(stage.outgoing.total)
         residual = self.task.residual(stage.lost, values.numel())
         shards = stage.outgoing.shards(memory)
         kernels.encode_shards(values, shards, stage.lengths, formats.scatter, **residual)
         outgoing = stage.outgoing.messages(memory)
-        own = outgoing[stage.place]
-        incoming = [self.scratch.take(own.numel()) for _ in stage.ranks]
-        incoming[stage.place] = own
+        incoming = self._incoming(stage, outgoing)
         yield from self._swap(stage, outgoing, incoming, 0)
         return incoming
+
+    def _incoming(self, stage: Stage, outgoing: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return memory for what every rank sends this one, which keeps its own part."""
+        own = outgoing[stage.place]
+        return [
+            own if place == stage.place else self.scratch.take(own.numel(), own.dtype)
+            for place in range(len(stage.ranks))
+        ]
 
     def _deliver(
         self, stage: Stage, delivery: Delivery, sums: torch.Tensor, length: int

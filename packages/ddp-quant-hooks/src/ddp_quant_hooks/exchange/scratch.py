@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
-
-_ALIGNMENT = 64
 
 
 class Scratch:
-    """Hands out pieces of one tensor of bytes, until it starts over.
+    """Hands out pieces of memory, the same ones in the same order whenever it starts over.
 
-    It learns how much is needed: a piece that does not fit is allocated on its own, and the next start makes
-    the tensor as large as was needed.
+    A piece is as long as the most that was taken at its place so far.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._device = device
+        self._pieces: list[torch.Tensor] = []
         self._taken = 0
 
     def start_over(self) -> None:
         """Take back everything that was handed out. Nothing may use it any more."""
-        if self._taken > self._memory.numel():
-            device = self._memory.device
-            self._memory = torch.empty(0, dtype=torch.uint8, device=device)  # freed before the next line
-            self._memory = torch.empty(self._taken, dtype=torch.uint8, device=device)
         self._taken = 0
 
     def take(self, count: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Return uninitialized memory for ``count`` elements."""
-        size = count * dtype.itemsize
-        start, self._taken = self._taken, self._taken + math.ceil(size / _ALIGNMENT) * _ALIGNMENT
-        if self._taken <= self._memory.numel():
-            return self._memory[start : start + size].view(dtype)
-        return torch.empty(count, dtype=dtype, device=self._memory.device)
+        size, place = count * dtype.itemsize, self._taken
+        self._taken += 1
+        if place == len(self._pieces):
+            self._pieces.append(torch.empty(0, dtype=torch.uint8, device=self._device))
+        if self._pieces[place].numel() < size:
+            self._pieces[place] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._pieces[place][:size].view(dtype)

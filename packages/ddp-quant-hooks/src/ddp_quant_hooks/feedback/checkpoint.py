@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
-import math
-import pickle
 import weakref
 from abc import abstractmethod
 from collections import Counter
@@ -37,10 +34,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-VERSION = 3
-"""Version of the format. Versions 1 and 2 had residuals of shards by buckets."""
-
-_KINDS = ("own", "shard")
+VERSION = 4
+"""Version of the format: with one entry for each parameter or key. Earlier ones had several tables."""
 
 _TAG = 1 << 20
 """The tag of messages with residuals. They are sent in the user's own group, where other messages are
@@ -57,13 +52,11 @@ class Saved:
     Attributes:
         residuals: Of parameters, or of keys.
         steps: How many steps were made.
-        of_tensors: Whether they are of keys; ``None`` if there are none.
         places: The shards of FSDP that they belong to.
     """
 
     residuals: list[tuple[Owner, OwnerResiduals]]
     steps: int
-    of_tensors: bool | None
     places: list[str] | None
 
 
@@ -153,11 +146,10 @@ class FeedbackState(HookState):
         """
         step = self.feedback.begin_step()
         try:
-            yield
-        except BaseException:
-            step.close(failed=True)
-            raise
-        step.close()
+            with step.outcome.watch():
+                yield
+        finally:
+            step.end_part()
 
     def discard_step(self) -> None:
         """Declare that no optimizer step will use the gradients of the last ``backward()``.
@@ -195,31 +187,32 @@ class FeedbackState(HookState):
         Cost:
             Waits for the buckets that are being averaged. A copy of the residuals.
         """
-        of_tensors = self.feedback.of_tensors
-        known: Mapping[str, Owner] = self.feedback.keys
-        if of_tensors is False or model is not None:
-            known = self.names.parameters(model, "state_dict")
         self.wait()
-        names = {id(owner): name for name, owner in known.items()}
-        saved: dict[str, dict[str, Any]] = {name: {} for name in ("lengths", "strides", *_KINDS)}
-        for owner, residuals in self.feedback.snapshot():
-            if id(owner) not in names:
-                if isinstance(owner, Key):
-                    continue  # it was freed, and a job that has used it lingers
+        kept, names = [*self.feedback.snapshot()], dict[int, str]()
+        of_tensors = all(isinstance(owner, Key) for owner, _ in kept) and not self.names.digest
+        if model is not None or not of_tensors:
+            known = self.names.parameters(model, "state_dict")
+            names = {id(parameter): name for name, parameter in known.items()}
+        saved: dict[str, dict[str, Any]] = {"parameters": {}, "keys": {}}
+        for owner, residuals in kept:
+            entry: dict[str, Any] = {
+                kind: [(*place, values.cpu().clone()) for *place, values in pieces]
+                for kind, pieces in residuals._asdict().items()
+            }
+            entry["length"] = owner_length(owner)
+            if isinstance(owner, Key):
+                saved["keys"][owner.name] = entry
+            elif id(owner) in names:
+                saved["parameters"][names[id(owner)]] = {**entry, "strides": _strides(owner)}
+            else:
                 raise ValueError(
                     f"there are residuals of a parameter {self.names.name_of(owner)}, which the model does "
                     "not have: give the model whose gradients were averaged, and each model its own state"
                 )
-            name = names[id(owner)]
-            saved["lengths"][name], saved["strides"][name] = owner_length(owner), _strides(owner)
-            for kind, pieces in zip(_KINDS, residuals, strict=True):
-                if pieces:
-                    saved[kind][name] = [(*place, values.cpu().clone()) for *place, values in pieces]
         return {
             "version": VERSION,
             **self.identity(),
             "steps": self.feedback.steps,
-            "of_tensors": of_tensors,
             "places": self.places,
             **saved,
         }
@@ -271,14 +264,11 @@ class FeedbackState(HookState):
         with self._on_every_rank(f"gather_state_dict(dst={dst})"):
             me, at = group.rank(), group_rank(group, dst)
             own = self.state_dict(model)
-        data = None if me == at else _file_bytes(own)
-        lengths = all_gather_plain(group, 0 if data is None else data.numel())
-        if data is not None:
-            _send(group, data, at)
+            files = {} if me == at else {at: _file_bytes(own)}
+        arrived = _exchange(group, files)
+        if me != at:
             return None
-        everyone = [
-            own if rank == me else _receive(group, lengths[rank], rank) for rank in range(group.size())
-        ]
+        everyone = [own if rank == me else arrived[rank] for rank in range(group.size())]
         return {"version": VERSION, "world_size": group.size(), "ranks": everyone}
 
     def scatter_state_dict(
@@ -302,18 +292,14 @@ class FeedbackState(HookState):
             Collective: every rank of the group must call it. ``src`` sends all residuals, to one rank after
             another.
         """
-        group, parts = self.process_group, list[Any]()
+        group = self.process_group
         with self._on_every_rank(f"scatter_state_dict(src={src})"):
             me, source = group.rank(), group_rank(group, src)
             parts = _parts(gathered, group.size()) if me == source else []
-            data = [_file_bytes(part) for part in parts]
-        lengths = all_gather_plain(group, [one.numel() for one in data])[source]
+            files = {rank: _file_bytes(part) for rank, part in enumerate(parts) if rank != me}
         with self._on_every_rank(""):
-            for rank in range(len(data)):
-                if rank != me:
-                    _send(group, data[rank], rank)
-            mine = parts[me] if me == source else _receive(group, lengths[me], source)
-            checked = self.residuals_of(mine, model)
+            arrived = _exchange(group, files)
+            checked = self.residuals_of(parts[me] if me == source else arrived[source], model)
         self.take_over(checked)
 
     def residuals_of(self, state: dict[str, Any], model: torch.nn.Module | None = None) -> Saved:
@@ -325,15 +311,13 @@ class FeedbackState(HookState):
             raise TypeError(
                 f"residuals are loaded from what state_dict() returned, got a {type(state).__name__}"
             )
-        known: Mapping[str, Owner] | None = None
-        if state.get("of_tensors") is False:
-            known = self.names.parameters(model, "load_state_dict")
+        known = self.names.parameters(model, "load_state_dict") if state.get("parameters") else {}
         try:
             return self._read(state, known)
         except (KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(f"these are not residuals that state_dict() returned: {error!r:.200}") from error
 
-    def _read(self, state: dict[str, Any], known: Mapping[str, Owner] | None) -> Saved:
+    def _read(self, state: dict[str, Any], known: Mapping[str, torch.Tensor]) -> Saved:
         """Return what was saved, of parameters with known names or of keys, if it fits this state."""
         if state.get("version") != VERSION:
             raise ValueError(
@@ -346,26 +330,22 @@ class FeedbackState(HookState):
                     f"the residuals are of {name} {state.get(name)!r:.200}, but here it is {value!r}, on "
                     f"rank {self.process_group.rank()}"
                 )
-        places = None if state.get("places") is None else _strings(state["places"])
+        places = state["places"]
         if None not in (self.places, places) and places != self.places:
             raise ValueError(
                 f"the residuals are of shards {places!r:.200}, but this rank has {self.places!r}"
             )
-        of_tensors, lengths = state["of_tensors"], dict(state["lengths"])
-        if type(of_tensors) is not bool and (of_tensors is not None or lengths):
-            raise TypeError(f"of_tensors is {of_tensors!r}")
-        if known is None:
-            known = {name: Key(name, _count(lengths[name])) for name in _strings(list(lengths))}
-        residuals = [
-            (_owner(name, _count(count), state["strides"][name], known), _residuals(name, count, state))
-            for name, count in lengths.items()
-        ]
-        return Saved(residuals, _count(state["steps"]), of_tensors, places)
+        residuals: list[tuple[Owner, OwnerResiduals]] = []
+        for name, entry in state["parameters"].items():
+            residuals.append((_parameter(name, entry, known), _residuals(name, entry)))
+        for name, entry in state["keys"].items():
+            residuals.append((Key(name, _count(entry["length"])), _residuals(name, entry)))
+        return Saved(residuals, _count(state["steps"]), places)
 
     def take_over(self, checked: Saved) -> None:
         """Continue from what :meth:`residuals_of` returned."""
         self.wait()
-        self.feedback.load(checked.residuals, checked.steps, of_tensors=checked.of_tensors)
+        self.feedback.load(checked.residuals, checked.steps)
         self.places = checked.places or self.places
         self.close()  # the ranks compare what they have loaded when they make the next private group
 
@@ -385,9 +365,9 @@ def _refuse_inside_backward(call: str) -> None:
         raise RuntimeError(f"{call} inside backward(): call it between two steps")
 
 
-def _strides(owner: Owner) -> tuple[int, ...]:
-    """Return the order of an owner's values in a bucket: the strides of its gradient."""
-    return () if isinstance(owner, Key) else torch.empty_like(owner, device="meta").stride()
+def _strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the order of a parameter's values in a bucket: the strides of its gradient."""
+    return torch.empty_like(parameter, device="meta").stride()
 
 
 def _count(number: object) -> int:
@@ -397,43 +377,30 @@ def _count(number: object) -> int:
     return number
 
 
-def _strings(names: object) -> list[str]:
-    """Return a list of strings from a file; raises ``TypeError`` if it is none."""
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{names!r:.200} is not a list of strings")
-    return names
-
-
-def _owner(name: str, count: int, strides: tuple[int, ...], known: Mapping[str, Owner]) -> Owner:
-    """Return the owner of this name, if it has this many values in this order."""
-    if name not in known or owner_length(known[name]) != count:
+def _parameter(name: str, entry: Any, known: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the parameter of this name, if it has as many values in the same order."""
+    if name not in known or owner_length(known[name]) != entry["length"]:
         here = "not there" if name not in known else f"{owner_length(known[name])} long here"
-        raise ValueError(f"the residuals are of a parameter {name!r:.200} of {count} values, {here}")
-    if strides != _strides(known[name]):
         raise ValueError(
-            f"the residuals of {name!r:.200} were saved in another memory format: with strides {strides}, "
-            f"here {_strides(known[name])}. Give the parameter that format before DistributedDataParallel"
+            f"the residuals are of a parameter {name!r:.200} of {entry['length']!r:.200} values, {here}"
+        )
+    if entry["strides"] != _strides(known[name]):
+        raise ValueError(
+            f"the residuals of {name!r:.200} were saved in another memory format: with strides "
+            f"{entry['strides']!r:.200}, here {_strides(known[name])}. Give the parameter that format before "
+            "DistributedDataParallel"
         )
     return known[name]
 
 
-def _residuals(name: str, count: int, state: dict[str, Any]) -> OwnerResiduals:
-    """Return the residuals of one owner of ``count`` values, if they are numbers to add to a gradient."""
-    kinds = [[_piece(name, count, *piece) for piece in state[kind].get(name, ())] for kind in _KINDS]
-    for pieces in kinds:
-        ordered = sorted(pieces, key=lambda piece: (piece.weight, piece.start))
-        for one, following in itertools.pairwise(ordered):
-            if one.weight == following.weight and one.start + one.values.numel() > following.start:
-                raise ValueError(f"the residuals {name!r:.200} overlap at {following.start}")
-    return OwnerResiduals(*kinds)
+def _residuals(name: str, entry: Any) -> OwnerResiduals:
+    """Return the residuals of one owner from a file, if they are numbers to add to its values."""
+    kinds = (entry[kind] for kind in OwnerResiduals._fields)
+    return OwnerResiduals(*([_piece(name, entry["length"], *piece) for piece in pieces] for pieces in kinds))
 
 
 def _piece(name: str, count: int, start: int, weight: float, values: torch.Tensor) -> Piece:
     """Return a piece from a file, in the dtype of residuals."""
-    if type(weight) is not float or not math.isfinite(weight):
-        raise TypeError(f"{weight!r:.200} is not a weight")
-    if not values.is_floating_point():
-        raise TypeError(f"residuals of {values.dtype}")
     if values.dim() != 1 or _count(start) + values.numel() > count:
         raise ValueError(
             f"the residual {name!r:.200} has a piece of shape {tuple(values.shape)} at {start}, but only "
@@ -448,15 +415,10 @@ def _piece(name: str, count: int, start: int, weight: float, values: torch.Tenso
 
 def _parts(gathered: object, world_size: int) -> list[Any]:
     """Return the residuals of each rank."""
-    if not isinstance(gathered, dict):
+    ranks = gathered.get("ranks") if isinstance(gathered, dict) else None
+    if not isinstance(ranks, list):
         raise TypeError(
             f"scatter_state_dict() takes what gather_state_dict() returned, got a {type(gathered).__name__}"
-        )
-    ranks = gathered.get("ranks")
-    if gathered.get("version") != VERSION or not isinstance(ranks, list):
-        raise ValueError(
-            f"these are not gathered residuals of version {VERSION} of the format, but of "
-            f"{gathered.get('version')!r:.200}"
         )
     if len(ranks) != world_size:
         raise ValueError(f"these are the residuals of {len(ranks)} ranks, but the group has {world_size}")
@@ -469,18 +431,18 @@ def _file_bytes(part: Any) -> torch.Tensor:
     ``torch.distributed``'s collectives of objects unpickle what a peer has sent, which may run any code.
     """
     file = io.BytesIO()
-    try:
-        torch.save(part, file)
-    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"these are not residuals that state_dict() returned: {error!r:.200}") from error
+    torch.save(part, file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
-def _send(group: dist.ProcessGroup, data: torch.Tensor, rank: int) -> None:
-    for sent in start_messages(
-        group, receives=[], sends=[(rank, data.to(collective_device(group)))], tag=_TAG
-    ):
-        sent.wait()
+def _exchange(group: dist.ProcessGroup, files: Mapping[int, torch.Tensor]) -> dict[int, Any]:
+    """Send files to other ranks, one after another; return what they have sent this one, by rank."""
+    device, me = collective_device(group), str(group.rank())
+    announced = all_gather_plain(group, {str(rank): file.numel() for rank, file in files.items()})
+    for rank, file in files.items():
+        for sent in start_messages(group, receives=[], sends=[(rank, file.to(device))], tag=_TAG):
+            sent.wait()
+    return {rank: _receive(group, to[me], rank) for rank, to in enumerate(announced) if me in to}
 
 
 def _receive(group: dist.ProcessGroup, length: Any, rank: int) -> Any:

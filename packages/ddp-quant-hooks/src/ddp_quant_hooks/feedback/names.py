@@ -11,7 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 _COMPILED = "_orig_mod"
-"""What ``torch.compile`` calls a module in the wrapper that it makes. No public name up to torch 2.15."""
+_WRAPPERS = (_COMPILED, "_checkpoint_wrapped_module")
+"""What ``torch.compile`` and ``checkpoint_wrapper`` call a module in the wrappers that they make. No public
+names up to torch 2.15."""
 
 
 class ModelNames:
@@ -31,23 +33,21 @@ class ModelNames:
     def bind(self, ddp: DistributedDataParallel) -> None:
         """Use the names of this model from now on. It is not kept alive."""
         self._model = weakref.ref(ddp)
-        self._bound = WeakIdKeyDictionary()
-        for name, parameter in _parameters(ddp).items():
-            self._bound[parameter] = name
+        self._bound = WeakIdKeyDictionary({one: name for name, one in _parameters(ddp).items()})
         # Those that DDP ignores may differ between ranks, as experts do.
         averaged = [
-            _without_wrappers(name)
+            without_wrappers(name)
             for name, parameter in ddp.module.named_parameters()
             if parameter.requires_grad and name not in ddp.parameters_to_ignore
         ]
         self.digest = hashlib.sha256("\n".join(averaged).encode(errors="surrogatepass")).hexdigest()[:16]
 
-    def model(self, given: torch.nn.Module | None, method: str) -> torch.nn.Module:
-        """Return the given model, or the bound one.
+    def parameters(self, given: torch.nn.Module | None, method: str) -> Mapping[str, torch.Tensor]:
+        """Return the parameters of the given model, or of the bound one, by name.
 
         Args:
             given: From the user.
-            method: What needs it, for messages.
+            method: What needs them, for messages.
 
         Raises:
             TypeError: It is not a module.
@@ -61,11 +61,6 @@ class ModelNames:
             )
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a module, got {type(model).__name__}")
-        return model
-
-    def parameters(self, given: torch.nn.Module | None, method: str) -> Mapping[str, torch.Tensor]:
-        """Return the parameters of :meth:`model`, by name. Raises what that raises."""
-        model = self.model(given, method)
         names = _parameters(model)
         if self._model is None or model is not self._model():
             return names
@@ -82,8 +77,9 @@ class ModelNames:
 def _parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     while isinstance(model, DistributedDataParallel) or hasattr(model, _COMPILED):
         model = getattr(model, "module" if isinstance(model, DistributedDataParallel) else _COMPILED)
-    return {_without_wrappers(name): parameter for name, parameter in model.named_parameters()}
+    return {without_wrappers(name): parameter for name, parameter in model.named_parameters()}
 
 
-def _without_wrappers(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != _COMPILED)
+def without_wrappers(name: str) -> str:
+    """Return the name of a parameter or module without the parts that wrappers have added."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -114,7 +111,6 @@ class Step:
         # Reentrant checkpoints run passes inside the pass; a bucket or a call may come in any of them.
         self._tasks: set[int] = set()
         self._surrounded = False
-        self._outermost: Callable[[], _Pass | None] = lambda: None  # the pass around all of them
         self._last_index = -1
         self._keys: set[str] = set()
         self._used: torch.Tensor | None = None
@@ -150,10 +146,8 @@ class Step:
             return same_place and index is not None and index > self._last_index
         if task in self._tasks or task < max(self._tasks):
             return True  # this very task, or one around those seen before
-        if index is not None:
-            return index > self._last_index and torch_compat.inside_nested_backward()
-        outermost = None if self.ended_well else _outermost_pass()
-        return outermost is not None and outermost is self._outermost()
+        goes_on = not self.ended_well if index is None else index > self._last_index
+        return goes_on and torch_compat.inside_nested_backward()
 
     def add_bucket(self, task: int, bucket: Bucket) -> None:
         """Note a bucket that belongs to this step, before it is averaged."""
@@ -169,11 +163,8 @@ class Step:
 
     def add_call(self, task: int) -> None:
         """Note a call that belongs to this step."""
-        if self.kind is Kind.BLOCK or task in self._tasks:
-            return
-        self._add(task)
-        if not self.outside and (outermost := _outermost_pass()) is not None:
-            self._outermost = weakref.ref(outermost)
+        if self.kind is not Kind.BLOCK:
+            self._add(task)
 
     def use(self, keys: Sequence[str]) -> None:
         """Note that a call has these keys.
@@ -194,12 +185,6 @@ class Step:
             name = f"{key}#{number}"
         return name
 
-    def close(self, *, failed: bool = False) -> None:
-        """End a block."""
-        self._end_part()
-        if failed:
-            self.outcome.broken = True
-
     def discard(self) -> None:
         """Note that no optimizer step uses what this step has averaged."""
         self._discarded = True
@@ -209,20 +194,21 @@ class Step:
             self.outside = True
         elif task not in self._tasks:
             if not self._tasks:
-                self._surrounded = _after_surrounding_backward(self._end_part)
+                self._surrounded = _after_surrounding_backward(self.end_part)
                 self._running += self._surrounded
             self._tasks.add(task)
             self._running += 1
             torch_compat.after_backward(self._end_task)
 
     def _end_task(self) -> None:
-        self._end_part()
+        self.end_part()
         # An optimizer inside backward() removes all gradients, which then show nothing.
         if self._used is not None and self._used.grad is not None:
             self.unused += [parameter for parameter in self._without_gradient if parameter.grad is None]
         self._without_gradient, self._used = [], None
 
-    def _end_part(self) -> None:
+    def end_part(self) -> None:
+        """Note that a pass has ended without an error, or a block in any way."""
         self._running -= 1
 
 
@@ -249,33 +235,3 @@ def _after_surrounding_backward(callback: Callable[[], None]) -> bool:
 
     handle = following[0].register_prehook(first_of_the_rest)
     return True
-
-
-class _Pass:
-    """Lives as long as a backward pass: in the variables of torch's function that runs it."""
-
-
-def _outermost_pass() -> _Pass | None:
-    """Return the outermost backward pass around this call; ``None`` if several threads are in one.
-
-    Nodes of an accelerator run on threads of the engine, while the thread that has called ``backward()``
-    waits. Costs a walk up the stacks. torch has no name for it up to 2.15.
-    """
-    found = _beginning_of_pass(sys._getframe())  # noqa: SLF001
-    if found is None:
-        elsewhere = [one for one in map(_beginning_of_pass, sys._current_frames().values()) if one]  # noqa: SLF001
-        found = elsewhere[0] if len(elsewhere) == 1 else None
-    return None if found is None else found.f_locals.setdefault("ddp_quant_hooks_pass", _Pass())
-
-
-def _beginning_of_pass(frame: FrameType | None) -> FrameType | None:
-    """Return the frame of a stack in which torch runs its outermost pass, if that began on this thread."""
-    engine = torch_compat.private("torch.autograd.graph", "_engine_run_backward", "steps of nested passes")
-    outermost = None
-    while frame is not None:
-        if frame.f_code is engine.__code__:
-            outermost = frame
-        elif frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
-            outermost = None  # a node of a pass further out
-        frame = frame.f_back
-    return outermost

@@ -227,8 +227,6 @@ class Feedback:
         self._written: list[BucketResiduals] = []  # by the step
         self._dropped = 0
         self._steps = 0
-        self.of_tensors: bool | None = None
-        """Whether plain tensors are averaged, or a model's buckets; ``None`` before either."""
 
     @property
     def wanted(self) -> bool:
@@ -242,7 +240,6 @@ class Feedback:
         """
         if not self.wanted:
             return Step(Kind.BACKWARD)  # a placeholder: nothing is kept
-        self._refuse_other_kind(of_tensors=False)
         task, step = torch_compat.graph_task_id(), self._step
         if step is None or not step.includes(task, bucket.index()):
             step = self._begin(Kind.BACKWARD)
@@ -257,8 +254,6 @@ class Feedback:
         """
         if self.step_is_open:
             raise RuntimeError("step() inside step(): end the first one first")
-        if self.wanted:
-            self._refuse_other_kind(of_tensors=True)
         self._block = self._begin(Kind.BLOCK) if self.wanted else Step(Kind.BLOCK)
         return self._block
 
@@ -270,7 +265,6 @@ class Feedback:
         """
         if not self.wanted:
             return Step(Kind.CALL)
-        self._refuse_other_kind(of_tensors=True)
         task, step = torch_compat.graph_task_id(), self._step
         if step is None or not step.includes(task):
             step = self._begin(Kind.CALL)
@@ -293,9 +287,18 @@ class Feedback:
             own: The values that this rank is the first to encode.
             shard: The values whose means it rounds. Those of several levels overlap, and do not mix.
             device: Their device.
+
+        Raises:
+            ValueError: The owners are keys, and other residuals are of parameters, or the other way round.
         """
         if step is not self._step:
             return BucketResiduals()  # nothing is kept
+        first = next(iter(self._places), owners[0])
+        if isinstance(first, Key) != isinstance(owners[0], Key):
+            raise ValueError(
+                "a state with error feedback is for a model's buckets or for plain tensors, not for both: "
+                "make one for each"
+            )
         own, shard = own if self._own else (), shard if self._shard else ()
         bucket = self._bucket_of(owners)
         if bucket is None or not (bucket.own.covers(own, device) and bucket.shard.covers(shard, device)):
@@ -323,11 +326,17 @@ class Feedback:
         known = self.keys.get(name)
         if known is not None and known.count != count:
             del self.keys[name]
+            self._places.pop(known, None)
 
     def discard(self) -> None:
         """Discard the last step: it changes no residuals."""
         if self._step is not None:
             self._step.discard()
+
+    def drop_failed_step(self) -> None:
+        """Let what comes next not be taken for a part of a backward pass that raised."""
+        if self._step is not None and not (self._step.ended_well or self._step.open):
+            self._step = None
 
     @property
     def steps(self) -> int:
@@ -360,9 +369,7 @@ class Feedback:
         self._step, self._written = None, []
         self.origin = "none"
 
-    def load(
-        self, residuals: Sequence[tuple[Owner, OwnerResiduals]], steps: int, *, of_tensors: bool | None
-    ) -> None:
+    def load(self, residuals: Sequence[tuple[Owner, OwnerResiduals]], steps: int) -> None:
         """Replace everything with copies of saved residuals. All jobs must have run."""
         loaded = [
             (owner, BucketResiduals(Residual.of_pieces(own), Residual.of_pieces(shard), owner_length(owner)))
@@ -373,15 +380,7 @@ class Feedback:
             self._places[owner] = _Place(bucket, 0)
             if isinstance(owner, Key):
                 self.keys[owner.name] = owner
-        self.origin, self._steps, self.of_tensors = f"of step {steps}", steps, of_tensors
-
-    def _refuse_other_kind(self, *, of_tensors: bool) -> None:
-        if self.of_tensors not in (None, of_tensors):
-            raise ValueError(
-                "a state with error feedback is for a model's buckets or for plain tensors, not for both: "
-                "make one for each"
-            )
-        self.of_tensors = of_tensors
+        self.origin, self._steps = f"of {'keys' if self.keys else 'parameters'} in step {steps}", steps
 
     def _begin(self, kind: Kind) -> Step:
         """Begin a step, and finish the one before."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ddp_quant_hooks.fsdp.checks import Handle, KeyOf, ShardedModule
 from ddp_quant_hooks.states import QuantizedAllreduceState
-from ddp_quant_hooks.tensors import all_reduce
+from ddp_quant_hooks.tensors.all_reduce import all_reduce
 from dist_utils.process_groups import record_use
 
 

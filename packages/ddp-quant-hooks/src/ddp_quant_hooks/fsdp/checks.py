@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -13,15 +12,13 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
+from ddp_quant_hooks.feedback.names import without_wrappers
 from ddp_quant_hooks.feedback.step import value_count
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from dist_utils import require_same_terms
 from dist_utils.torch_compat import inside_backward, private
 
 _PURPOSE = "averaging gradients under fully_shard"
-
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""What ``torch.compile`` and ``checkpoint_wrapper`` put into the names of modules."""
 
 KeyOf: TypeAlias = Callable[[torch.Tensor], str]
 """Gives the key of a module's next use, of which these are the gradients."""
@@ -135,7 +132,7 @@ class Handle(ABC):
         """
         if not self._complete:
             self._require_all()
-        if self._state.error_feedback != "none" and inside_backward():
+        if self._state.feedback.wanted and inside_backward():
             key = self._state.feedback.begin_tensors().unused_key(key)
         self._state.feedback.free_unless(key, value_count(gradients))
         return key
@@ -192,10 +189,8 @@ class Handle(ABC):
         """Raise a ``ValueError`` unless this rank can use the state for these modules."""
         state = self._state
         if id(state) in _handles:
-            gc.collect()  # FSDP's modules are in cycles: a deleted model may linger
-        if id(state) in _handles:
             raise ValueError("the state is used for a model: make one for each, or remove() the other handle")
-        if state.exact_1d:
+        if state.options.exact_1d:
             raise ValueError(
                 "exact_1d does not work: FSDP hands over a module's parameters as one flat tensor"
             )
@@ -228,7 +223,7 @@ def _sharded_modules(model: torch.nn.Module, name: str, method: str) -> list[Sha
     found: dict[int, ShardedModule] = {}
     for path, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            key = ".".join(part for part in path.split(".") if part not in _WRAPPERS) or "(model)"
+            key = without_wrappers(path) or "(model)"
             state = private(module, "_get_fsdp_state", _PURPOSE)()
             groups = getattr(state, "_fsdp_param_groups", None)
             groups = groups or [private(state, "_fsdp_param_group", _PURPOSE)]  # all that torch 2.9 has

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ddp_quant_hooks.fsdp.checks import Handle, KeyOf, ShardedModule
 from ddp_quant_hooks.states import QuantizedAllreduceState
-from ddp_quant_hooks.tensors import reduce_scatter_tensor
+from ddp_quant_hooks.tensors.shards import reduce_scatter_tensor
 
 
 def quantize_reduce_scatter(model: torch.nn.Module, state: QuantizedAllreduceState) -> Handle:

@@ -29,7 +29,7 @@ class AffineLayout:
         dtype: The dtype of the parameters and of the computation: fp32, or fp64 for fp64 values.
 
     Raises:
-        TypeError: An argument is of another type.
+        TypeError: A number is not an int.
         ValueError: ``values`` is negative, ``channel`` less than 1, or there is no such ``dtype``.
     """
 
@@ -43,8 +43,6 @@ class AffineLayout:
                 raise TypeError(f"{name} must be an int, got {number!r}")
             if number < least:
                 raise ValueError(f"{name} must be at least {least}, got {number}")
-        if not isinstance(self.dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, got {self.dtype!r}")
         if self.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"dtype must be torch.float32 or torch.float64, got {self.dtype}")
 

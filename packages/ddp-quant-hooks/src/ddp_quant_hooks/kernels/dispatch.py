@@ -16,7 +16,7 @@ from ddp_quant_hooks.kernels.affine import AffineLayout
 from ddp_quant_hooks.kernels.cpu import LIBRARY_VARIABLE, CpuKernels, library_path
 from ddp_quant_hooks.kernels.cuda import CudaKernels
 from ddp_quant_hooks.kernels.job import VALUE_DTYPES, Job, check_flat, check_messages, claim
-from ddp_quant_hooks.kernels.layout import Layout, is_integer
+from ddp_quant_hooks.kernels.layout import Layout
 
 _log = logging.getLogger(__name__)
 
@@ -130,10 +130,6 @@ def reduce(
         raise ValueError(
             f"the block sizes must be equal, got {layout.block_size} and {message_layout.block_size}"
         )
-    if not is_integer(values):
-        raise TypeError(f"values must be an int, got {values!r}")
-    if values < 0:
-        raise ValueError(f"values must be at least 0, got {values}")
     _run(Job([values], None, [messages], layout, [message], message_layout, residual, new_residual))
 
 
@@ -293,10 +289,8 @@ def _cpu_kernels() -> CpuKernels | str:
             _log.warning(
                 "%s is not used, torch's operators quantize, which is slow: %s", LIBRARY_VARIABLE, error
             )
-        if library_path().exists():
+        if LIBRARY_VARIABLE in os.environ or library_path().exists():
             return f"the compiled kernels do not load here: {error}"
-        if LIBRARY_VARIABLE in os.environ:
-            return f"{LIBRARY_VARIABLE} names no file: {library_path()}"
         return (
             "this installation has no compiled kernels; install a C++ compiler, then: pip install "
             "--force-reinstall --no-deps --no-binary ddp-quant-hooks ddp-quant-hooks"

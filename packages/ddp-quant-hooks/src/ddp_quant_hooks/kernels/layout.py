@@ -35,7 +35,7 @@ class Layout:
             of integers only.
 
     Raises:
-        TypeError: An argument is of another type.
+        TypeError: ``block_size`` is not an int.
         ValueError: A value is unknown.
     """
 
@@ -44,16 +44,12 @@ class Layout:
     rotate: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.format, str):
-            raise TypeError(f"format must be a str, got {self.format!r}")
         if not is_integer(self.block_size):
             raise TypeError(f"block_size must be an int, got {self.block_size!r}")
         if self.format not in _BITS:
             raise ValueError(f"format must be one of {', '.join(_BITS)}, got {self.format!r}")
         if self.block_size not in _BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {_BLOCK_SIZES}, got {self.block_size!r}")
-        if not isinstance(self.rotate, bool):
-            raise TypeError(f"rotate must be True or False, got {self.rotate!r}")
         if self.rotate and self.format == "fp16":
             raise ValueError("rotate needs a format of integers, got 'fp16'")
 

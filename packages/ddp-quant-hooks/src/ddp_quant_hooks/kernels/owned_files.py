@@ -7,7 +7,6 @@ import stat
 from pathlib import Path
 
 _ROOT = 0
-_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class ForeignFileError(PermissionError):
@@ -29,22 +28,6 @@ def refuse_foreign_file(path: Path) -> None:
         _refuse(folder, sticky_is_enough=True)
 
 
-def refuse_foreign_folder(folder: Path) -> None:
-    """Raise if a user other than this one and root can change a folder, or owns anything in it.
-
-    Raises:
-        ForeignFileError: Another user can.
-        OSError: It cannot be examined.
-    """
-    _refuse(folder)
-    parent = folder.resolve().parent
-    if parent.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
-        raise ForeignFileError(f"{parent} can be written by all users, who could replace {folder}")
-    entered = folder.stat().st_mode & (stat.S_IXGRP | stat.S_IXOTH)
-    for path in folder.rglob("*"):
-        _refuse(path, writable_by=_OTHERS if entered else 0)
-
-
 def make_own_folder(folder: Path) -> None:
     """Make a folder, and what is missing above it, for this user alone, unless it is there.
 
@@ -55,7 +38,7 @@ def make_own_folder(folder: Path) -> None:
         missing.mkdir(mode=0o700, exist_ok=True)
 
 
-def _refuse(path: Path, *, writable_by: int = _OTHERS, sticky_is_enough: bool = False) -> None:
+def _refuse(path: Path, *, sticky_is_enough: bool = False) -> None:
     if not hasattr(os, "geteuid"):  # no POSIX users
         return
     found = path.stat()
@@ -66,7 +49,7 @@ def _refuse(path: Path, *, writable_by: int = _OTHERS, sticky_is_enough: bool = 
         )
     # In a folder with the sticky bit, such as /tmp, nobody can move or delete others' files.
     sticky = sticky_is_enough and found.st_mode & stat.S_ISVTX
-    if found.st_mode & writable_by and not sticky:
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
         mode = stat.S_IMODE(found.st_mode)
         raise ForeignFileError(
             f"{path} can be written by other users (mode {mode:04o}), who could change what this process "

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import torch
 
 from ddp_quant_hooks.kernels.job import Shard
 from ddp_quant_hooks.kernels.layout import Layout
-from ddp_quant_hooks.kernels.owned_files import make_own_folder, refuse_foreign_folder
+from ddp_quant_hooks.kernels.owned_files import make_own_folder, refuse_foreign_file
 
 _log = logging.getLogger(__name__)
 
@@ -196,87 +197,72 @@ def cache_folder() -> Path | None:
         return None
 
 
-def compile_program(
-    program: GpuProgram, architecture: str, *, logs: Any = None, use_cache: bool = True
-) -> bytes:
-    """Return a program as machine code.
+def compile_program(program: GpuProgram, architecture: str, *, logs: Any = None) -> bytes:
+    """Return a program as machine code: from the disk if it is there, else compiled, and kept there.
 
     Args:
         program: What to compile.
         architecture: Such as ``"sm_90"``.
         logs: Gets the compiler's report, registers and spills among it; a text stream.
-        use_cache: Take it from the disk if it is there, and keep it there.
 
     Raises:
         ImportError: ``cuda-core`` is not installed.
         Exception: NVRTC is not there, or does not know the architecture: cuda-core's errors.
     """
     # Optional dependencies, needed only to compile.
+    from cuda.bindings import nvrtc  # noqa: PLC0415
     from cuda.core import Program, ProgramOptions  # noqa: PLC0415
 
-    options = ProgramOptions(
-        name=program.call,
-        arch=architecture,
-        std="c++17",
+    options: dict[str, Any] = {
+        "name": program.call,
+        "arch": architecture,
+        "std": "c++17",
         # One rounding per operator, as everywhere.
-        fma=False,
-        ftz=False,
-        prec_div=True,
-        ptxas_options="-v",
-    )
-    folder = cache_folder() if use_cache else None
-    cache = None if folder is None else _open_cache(folder)
-    return bytes(Program(program.text, "c++", options).compile("cubin", logs=logs, cache=cache).code)
+        "fma": False,
+        "ftz": False,
+        "prec_div": True,
+        "ptxas_options": "-v",
+    }
+    made_of = repr((program.text, options, nvrtc.nvrtcVersion()))
+    folder = cache_folder()
+    file = None if folder is None else folder / f"{hashlib.sha256(made_of.encode()).hexdigest()}.cubin"
+    kept = None if file is None else _read(file)
+    if kept is not None:
+        return kept
+    code = bytes(Program(program.text, "c++", ProgramOptions(**options)).compile("cubin", logs=logs).code)
+    if file is not None:
+        _write(file, code)
+    return code
 
 
-# ---- compiled code on disk ----
+# ---- compiled code on disk: a digest of it, then the code ----
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def _open_cache(folder: Path) -> Any:
-    """Return the cache in a folder; ``None``, with a line in the log, if there can be none.
-
-    The folder is made if necessary, for this user alone. One that another user could write is not used:
-    checksums detect damage, not code that somebody put there.
-    """
+def _read(file: Path) -> bytes | None:
+    """Return the code in a file, if it is there, whole, and of this user alone."""
     try:
-        for part in (folder, folder / "entries", folder / "tmp"):
-            make_own_folder(part)
-        refuse_foreign_folder(folder)
-        return _cache_class()(folder)
-    except OSError as error:
-        _log.warning("compiled kernels are not kept on disk: %s", error)
+        refuse_foreign_file(file)
+        content = file.read_bytes()
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        _log.warning("a compiled kernel on disk is not used: %s", error)
+        return None
+    digest, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if hashlib.sha256(code).digest() == digest:
+        return code
+    _log.warning("a compiled kernel is damaged on disk: compiling it again")
+    return None
 
 
-@functools.cache
-def _cache_class() -> Any:
-    from cuda.core.utils import FileStreamProgramCache  # noqa: PLC0415 - optional
-
-    class CheckedCache(FileStreamProgramCache):  # type: ignore[misc] # has no types
-        """cuda-core's cache (whole entries, keyed by source, options and NVRTC version), with checksums.
-
-        A damaged entry counts as missing, and one that cannot be written is not kept.
-        """
-
-        def __getitem__(self, key: bytes | str) -> bytes:
-            try:
-                entry = bytes(super().__getitem__(key))
-            except OSError as error:  # such as another user's file
-                _log.warning("a compiled kernel on disk cannot be read: %s", error)
-                raise KeyError(key) from error
-            digest, code = entry[:_DIGEST_BYTES], entry[_DIGEST_BYTES:]
-            if hashlib.sha256(code).digest() != digest:
-                _log.warning("a compiled kernel is damaged on disk: compiling it again")
-                raise KeyError(key)
-            return code
-
-        def __setitem__(self, key: bytes | str, value: Any) -> None:
-            code = bytes(getattr(value, "code", value))
-            try:
-                super().__setitem__(key, hashlib.sha256(code).digest() + code)
-            except OSError as error:
-                _log.warning("a compiled kernel is not kept on disk: %s", error)
-
-    return CheckedCache
+def _write(file: Path, code: bytes) -> None:
+    """Keep code in a file, for this user alone; other processes see all of it or nothing."""
+    try:
+        make_own_folder(file.parent)
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
+            part.write(hashlib.sha256(code).digest() + code)
+        Path(part.name).replace(file)
+    except OSError as error:
+        _log.warning("a compiled kernel is not kept on disk: %s", error)

@@ -61,8 +61,8 @@ def all_reduce(
             complex128; dense.
         op: ``ReduceOp.SUM`` or ``ReduceOp.AVG``. A sum is the mean times the number of ranks, and
             overflows where that does.
-        group: A state, with its group and options. ``None`` stands for WORLD and 8 bits. Keep one state for
-            many calls.
+        group: A state, with its group and options. Keep one for many calls. ``None``: a state for WORLD and 8
+            bits, which all such calls share and nobody can close.
         async_op: Return a future at once. Calls run in their order, on another thread.
         key: Names these values, with error feedback.
 
@@ -78,8 +78,8 @@ def all_reduce(
         AgreementError: The ranks call with different tensors, keys or options; with ``async_op`` the future
             raises a RuntimeError with its text.
         RuntimeError: A peer failed; the state must be closed then, on every rank. (Without a state, calls
-            fail until one without ``async_op`` has raised it; the next one makes a fresh start.) Or the call
-            is made in a callback of another call's future.
+            raise the first error as long as WORLD exists.) Or the call is made in a callback of another
+            call's future.
 
     Cost:
         The same as :func:`quantized_allreduce_hook`. Tensors that are not contiguous are copied.
@@ -94,7 +94,7 @@ def all_reduce(
     state, tensors = check_state("all_reduce", group), checked_tensors("all_reduce", tensor)
     call = Call("all_reduce", state, tensors, op, key)
     terms: dict[str, object] = {}
-    if state.exact_1d:
+    if state.options.exact_1d:
         terms["of at most one dimension"] = [one.dim() <= 1 for one in tensors if one.numel()]
 
     def start() -> list[Future]:
@@ -109,7 +109,9 @@ def _start(call: Call, places: Sequence[int]) -> Future:
     state, mean, with_feedback, outcome = call.state, call.mean, call.with_feedback, call.step.outcome
     averager, world_size, first = state.averager, state.process_group.size(), originals[0]
     nbytes = sum(tensor.nbytes for tensor in originals)
-    large = [index for index, tensor in enumerate(originals) if tensor.dim() > 1 or not state.exact_1d]
+    large = [
+        index for index, tensor in enumerate(originals) if tensor.dim() > 1 or not state.options.exact_1d
+    ]
     small = [index for index in range(len(originals)) if index not in large]
     task = None
     if large and averager.quantizes(first.dtype, nbytes, world_size):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from ddp_quant_hooks.feedback.step import value_count
 from ddp_quant_hooks.feedback.store import Key
@@ -28,39 +26,8 @@ _thread = threading.local()
 calls, at a place that may differ between ranks."""
 
 
-class DefaultState(QuantizedAllreduceState):
-    """The state of calls without a state: WORLD, 8 bits, no error feedback.
-
-    Nobody can close it after an error, so it closes itself when a call has raised one here, which is the same
-    call on every rank. The error of a future may become known at a different call on each rank.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._calls: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-        self._calls_before: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-    def require_same_call(
-        self, title: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor]
-    ) -> None:
-        """Do as every state, and count the calls on which all ranks agree."""
-        super().require_same_call(title, terms, tensors)
-        self._calls[self.process_group] = self._calls.get(self.process_group, 0) + 1
-
-    def close_after_error(self) -> None:
-        """Let the next call make a fresh start if the worker has an error."""
-        if self._worker is not None and self._worker.error is not None:
-            self.close()
-            self._calls_before = self._calls.copy()
-
-    def terms(self) -> dict[str, object]:
-        """Return what must be equal on all ranks, by name."""
-        # If only one rank had the error of a call, the next calls of the ranks would not match.
-        before = self._calls_before.get(self.process_group, 0)
-        return {**super().terms(), "calls without a state before the last error": before}
-
-
-_default_state = DefaultState()
+_shared_state = QuantizedAllreduceState()
+"""The state of calls without a state: WORLD, 8 bits, no error feedback."""
 
 
 def outside_graphs(fn: Callable[P, R]) -> Callable[P, R]:
@@ -86,7 +53,7 @@ def check_state(name: str, group: QuantizedAllreduceState | None) -> QuantizedAl
         TypeError: ``group`` is not a state.
         RuntimeError: The call is made on a state's thread.
     """
-    state = _default_state if group is None else group
+    state = _shared_state if group is None else group
     if not isinstance(state, QuantizedAllreduceState):
         raise TypeError(
             f"{name}: group must be a QuantizedAllreduceState, which is made once for a group and kept, or "
@@ -190,8 +157,6 @@ class Call:
             except RuntimeError as error:
                 if result is not None:
                     return failed_future(error, like)
-                if isinstance(state, DefaultState):
-                    state.close_after_error()
                 raise
         return _future_of_all(started, filled, result)
 
@@ -202,8 +167,7 @@ class Call:
 
 def _future_of_all(started: list[Future], tensors: Sequence[torch.Tensor], result: Tensors) -> Future:
     device = next((one.device for one in tensors if one.device.type != "cpu"), torch.device("cpu"))
-    if not started:
-        return completed_future(torch.empty(0, device=device)).then(lambda _: result)
+    parts = started or [completed_future(torch.empty(0, device=device))]
     caller = threading.get_ident()
 
     def last(done: Future) -> Tensors:
@@ -212,4 +176,4 @@ def _future_of_all(started: list[Future], tensors: Sequence[torch.Tensor], resul
         done.value()  # raises what went wrong
         return result
 
-    return joined_future(started, result, device).then(last)
+    return joined_future(parts, result, device).then(last)

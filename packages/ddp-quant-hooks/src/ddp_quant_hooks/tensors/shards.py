@@ -58,7 +58,7 @@ def reduce_scatter_tensor(
         output: The output for this rank's shard: contiguous, ``input.numel() / W`` elements, of its dtype.
         input: The shards of all ranks, one after another; contiguous. It is not changed.
         op: ``ReduceOp.SUM`` or ``ReduceOp.AVG``. A sum is the mean times the number of ranks.
-        group: A state, with its group and options. ``None`` stands for WORLD and 8 bits.
+        group: A state, with its group and options; ``None``: as for :func:`all_reduce`.
         async_op: Return a future of ``output`` at once.
         key: Names these values, with error feedback.
 
@@ -145,30 +145,18 @@ def _start(call: Call, target: torch.Tensor, source: torch.Tensor) -> Future:
             if not mean:
                 shard *= world_size
         else:
-            _plain_reduce_scatter(group, values, shard, mean=mean)
+            shares = values / world_size if mean else values
+            torch_compat.reduce_scatter_single(shard, shares, group=group)
+            torch.autograd.graph.increment_version(shard)  # the backend does not tell autograd
             averager.count_plain(group, source.nbytes // 2)
         if with_feedback:
             if not (mean and task is not None):  # that mean is checked already
                 flags.append(~shard.isfinite().all())
-            outcome.not_finite(_on_any_rank(group, flags))
+            flag = torch.stack(flags).any().to(torch.int32)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)  # ranks must agree on whether a step counts
+            outcome.not_finite(flag.bool())
         return target
 
     return state.worker.submit(
         job, device=source.device, name="ddp_quant_hooks.reduce_scatter_tensor:exchange"
     )
-
-
-def _plain_reduce_scatter(
-    group: dist.ProcessGroup, values: torch.Tensor, shard: torch.Tensor, *, mean: bool
-) -> None:
-    """Reduce without compression."""
-    shares = values / group.size() if mean else values
-    torch_compat.reduce_scatter_single(shard, shares, group=group)
-    torch.autograd.graph.increment_version(shard)  # the backend does not tell autograd
-
-
-def _on_any_rank(group: dist.ProcessGroup, flags: list[torch.Tensor]) -> torch.Tensor:
-    """Return whether any rank's shard is not finite: all ranks must agree on whether a step counts."""
-    flag = torch.stack(flags).any().to(torch.int32)
-    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-    return flag.bool()
