@@ -122,7 +122,14 @@ class _Claim(NamedTuple):
             raise CommunicationError("another rank failed in this step", current.report())
 
 
-def _meet_on_host(mine: _Claim, current: BackwardPass, group: dist.ProcessGroup) -> None:
+def _meet_on_host(mine: _Claim, current: BackwardPass, group: dist.ProcessGroup) -> torch.Tensor:
+    """Meet on the worker's thread.
+
+    Returns:
+        The numbers, which the job's future thereby holds until the next meeting. Otherwise a thread of Gloo
+        may be the last to drop them, and needs the interpreter for that; torch 2.6 does not let go of it
+        while it destroys a group, and waits for that thread.
+    """
     values = numbers_on(torch.device("cpu"), mine.values())
     try:
         start_all_reduce(values, group, dist.ReduceOp.MAX).wait()
@@ -131,9 +138,10 @@ def _meet_on_host(mine: _Claim, current: BackwardPass, group: dist.ProcessGroup)
             f"another rank failed in this step: {error_text(error)}", current.report()
         ) from error
     mine.compare(values.tolist(), current)
+    return values
 
 
-def _await_job(met: torch.futures.Future[None], timeout: float | None) -> None:
+def _await_job(met: torch.futures.Future[torch.Tensor], timeout: float | None) -> None:
     """Wait for a job of the worker, which keeps its error."""
     if met.done():
         return
