@@ -94,11 +94,7 @@ def test_the_bits_are_those_of_torch_and_of_the_hooks():
 def _refusals(rank):
     ones, square = torch.ones(4), torch.ones(2, 2)
     for kind, match, arguments in (  # more of them in dist-utils
-        (
-            ValueError,
-            "all_reduce: two of the tensors share memory",
-            ([square, square.t()],),
-        ),
+        (ValueError, "two of the tensors share memory", ([square, square.t()],)),
         (ValueError, "ReduceOp.SUM or ReduceOp.AVG", (ones, dist.ReduceOp.PRODUCT)),
         (TypeError, "got str", (ones, AVG, "world")),
     ):

@@ -119,7 +119,7 @@ def test_a_group_of_one_rank_is_the_identity_and_sends_nothing(world_size):
 
 
 def _groups(rank):
-    """Pairs {0, 1} and {2, 3}, as a group, a state and a mesh; and the error of a rank outside."""
+    """Pairs {0, 1} and {2, 3}, as a group, a state, a mesh and a model; and the error of a rank outside."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine, other = pairs[rank // 2], pairs[1 - rank // 2]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "dp"))
@@ -131,6 +131,10 @@ def _groups(rank):
         ]
         for name in OURS
     }
+    ddp = DistributedDataParallel(torch.nn.Linear(1, 1), process_group=mine)
+    assert CompressState().bind(ddp).process_group is mine
+    with pytest.raises(ValueError, match=r"over ranks \[0, 1, 2, 3\], but the model over ranks \["):
+        CompressState(dist.group.WORLD).bind(ddp)
     bucket.set_buffer(torch.ones(1))
     for kind, message, hook, state in (
         (ValueError, f"rank {rank} is not a member", fp16_compress_hook, other),
