@@ -317,6 +317,15 @@ def test_a_class_is_declared_once_and_without_its_subclasses():
             declare_steps_per_parameter(other)
 
 
+def test_a_step_that_torch_must_not_compile_is_no_compiled_one():
+    """As torch marks some steps of its own."""
+    optimizer = type("Own", (torch.optim.SGD,), {"step": torch.compiler.disable(torch.optim.SGD.step)})(
+        make_parameters()
+    )
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    declared(optimizer)
+
+
 # What the trial refuses
 
 

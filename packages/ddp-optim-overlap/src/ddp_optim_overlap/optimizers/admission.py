@@ -103,7 +103,12 @@ def require_plain_step(optimizer: torch.optim.Optimizer) -> None:
 
 def _unwrapped(step: Any) -> Any:
     """Return what wrappers, such as those of schedulers, call; a compiled function is no wrapper."""
-    return inspect.unwrap(step, stop=lambda one: hasattr(one, "_torchdynamo_orig_callable"))
+    return inspect.unwrap(step, stop=_is_compiled)
+
+
+def _is_compiled(step: Any) -> bool:
+    # torch uses the same mark for functions that must not be compiled, such as some steps of its own.
+    return hasattr(step, "_torchdynamo_orig_callable") and not getattr(step, "_torchdynamo_disable", False)
 
 
 def require_step_per_parameter(
