@@ -192,7 +192,7 @@ def launch_ways(kind: str, count: int, size: int) -> dict[str, Callable[[], None
         parameter.grad = gradient
     whole = torch.optim.AdamW(parameters, lr=1e-4, **{kind: True})  # type: ignore[arg-type]
     single = [torch.optim.AdamW([one], lr=1e-4, **{kind: True}) for one in parameters]  # type: ignore[arg-type]
-    partial_steps = PartialSteps([whole])
+    partial_steps = PartialSteps(whole)
     averaged = [gradient.clone() for gradient in gradients]
 
     def in_buckets() -> None:

@@ -217,41 +217,21 @@ def check_in_backward_unused(accumulates, *, overlapped):
 
 
 @as_ordinary
-def check_in_backward_a_model_that_is_gone(*, overlapped):
-    """Its module is trained alone afterwards."""
-    net = Net()
-    ddp, optimizer = make_ddp(net), torch.optim.SGD(net.parameters(), lr=0.1)
-    if overlapped:
-        _hook_in_backward(ddp, None)
-    backward(ddp, batches(1)[0])
-    if not overlapped:
-        optimizer.step()
-    gone = weakref.ref(ddp)
-    del ddp
-    gc.collect()
-    assert gone() is None
-    net.zero_grad()
-    for x in batches(2, seed=1):
-        backward(net, x)
-        if not overlapped:
-            optimizer.step()
-        net.zero_grad()
-    return snapshot(net)
-
-
-@as_ordinary
 def check_in_backward_wrapped_again(*, overlapped):
+    """By two models, one after the other; then the module is trained alone."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     if overlapped:
         apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
-    for _ in range(2):
-        ddp = make_ddp(net)
+    for wrap in (make_ddp, make_ddp, lambda net: net):
+        model = wrap(net)
         for x in batches(2):
-            backward(ddp, x)
+            backward(model, x)
             if not overlapped:
                 optimizer.step()
-            ddp.zero_grad()
+            model.zero_grad()
+        del model
+        gc.collect()
     torch.save(net, io.BytesIO())
     return snapshot(net)
 

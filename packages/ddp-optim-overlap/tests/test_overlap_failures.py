@@ -490,42 +490,6 @@ def test_ranks_that_go_on_in_different_iterations_are_told(again):
         assert any("backward passes of the model is" in error for error in errors[1:]), errors
 
 
-class WithBuffers(torch.nn.Sequential):
-    """DDP broadcasts its buffers in every forward pass."""
-
-    def __init__(self):
-        super().__init__(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8))
-
-
-def _recover_before_forward(rank, net, failing):
-    ddp = make_ddp(net)
-    optimizer = Failing(ddp.parameters(), lr=0.1)
-    handle = overlap_optimizer(ddp, optimizer, steps_per_parameter=True)
-    for number in range(failing + 2):
-        if number == failing and rank == 0:
-            optimizer.victim = next(ddp.parameters())
-        try:
-            optimizer.zero_grad()
-            ddp(torch.ones(4, 8) * (rank + number)).square().mean().backward()
-        except RuntimeError:
-            break
-    handle.remove()
-    told = torch.full((16,), rank + 7.0)
-    dist.broadcast(told, 0)
-    assert_same(told.tolist(), [7.0] * 16)
-
-
-def _recovers_before_forward(rank):
-    """The rank that has failed communicates at once; its peer must not be in DDP's forward pass then."""
-    _recover_before_forward(rank, torch.nn.Linear(8, 8), 0)
-    _recover_before_forward(rank, WithBuffers(), 2)
-
-
-@needs_ends_of_groups
-def test_peers_hear_of_a_failed_step_before_their_next_forward_pass_communicates():
-    run_ranks(_recovers_before_forward, 2, timeout=60, group_timeout=GROUP_TIMEOUT)
-
-
 def _threads(_):
     """However the overlap ends, its thread ends, too."""
     found = []

@@ -13,11 +13,9 @@ import torch.distributed as dist
 from overlap_runs import (
     adamw,
     assert_same,
-    assert_stepped,
     backward,
     batches,
     cases,
-    changed,
     gradients,
     locked_memory,
     make_ddp,
@@ -30,7 +28,13 @@ from overlap_runs import (
 from parity_cases import MODES, train, two
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from ddp_optim_overlap import ConfigError, PerBucketNorm, PreviousStepNorm, overlap_optimizer
+from ddp_optim_overlap import (
+    CommunicationError,
+    ConfigError,
+    PerBucketNorm,
+    PreviousStepNorm,
+    overlap_optimizer,
+)
 from dist_utils.testing import patience, run_ranks
 
 NONE = [None] * 10
@@ -147,22 +151,6 @@ def check_large_buckets_in_parts(options, sizes):
     assert_same(*runs)
 
 
-def check_an_optimizer_that_rests():
-    """Its step() finds no gradients because none were computed, not because they were freed."""
-    ddp = make_ddp(find_unused_parameters=True)
-    one, other = sgd(ddp.module.conv), sgd(ddp.module.layers)
-    handle = overlap_optimizer(ddp, [one, other], release_gradients=True)
-    backward(ddp, batches(1)[0])
-    one.step()
-    other.step()
-    with handle.pause():
-        ddp.module.conv(batches(1)[0]).sum().backward()
-    before = snapshot(ddp)
-    one.step()
-    other.step()
-    assert_same(changed(ddp, before), [0, 1])  # those of the convolution
-
-
 # Storages instead of pages
 
 OF_STORAGES = ("plain", "no_sync", "join", "tied", "schedule and resume")
@@ -224,13 +212,13 @@ def test_released_gradients(check):
 def _waits_for_later_buckets(_):
     ddp, optimizer, handle = start(options={"comm_hook": Late(100), **RELEASED})
     train_on(ddp, optimizer, batches(1))  # in one bucket
-    with pytest.warns(RuntimeWarning, match="seems to wait for later ones"):
-        train_on(ddp, optimizer, batches(1))
-    train_on(ddp, optimizer, batches(1))  # it no longer waits
-    assert_same(assert_stepped(handle).buckets, 5)
+    with pytest.raises(RuntimeError, match="leave release_gradients out"):
+        backward(ddp, batches(1)[0])
+    with pytest.raises(CommunicationError, match="no parameter was stepped"):
+        handle.wait()
 
 
-def test_a_hook_that_waits_for_later_buckets_ends_the_wait_at_the_timeout():
+def test_a_hook_that_waits_for_later_buckets_is_an_error_after_the_timeout():
     run_ranks(_waits_for_later_buckets, 2, timeout=90, group_timeout=patience(1.0))
 
 

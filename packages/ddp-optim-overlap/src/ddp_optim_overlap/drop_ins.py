@@ -16,9 +16,9 @@ from ddp_optim_overlap.model import require_separate_memory
 from ddp_optim_overlap.optimizers.admission import require_plain_step, require_step_per_parameter
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
 from ddp_optim_overlap.passes.averaging import average_like_ddp
+from ddp_optim_overlap.passes.backward_pass import Stepper
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch, gradient_marks
-from ddp_optim_overlap.passes.stepper import Stepper
 from dist_utils import resolve_group
 from dist_utils.comm_hooks import CommHook
 from dist_utils.torch_compat import GradBucket
@@ -102,6 +102,8 @@ class _StepFunctions(Stepper):
 class EngineAtFirstBucket:
     """Takes buckets for an engine that is made with the first one, unless started earlier.
 
+    Its :meth:`take` is a communication hook, for one model.
+
     Args:
         stepper: What the engine steps with.
         comm_hook: What averages, with the state that the hook was registered with; ``None``: as DDP does.
@@ -124,7 +126,6 @@ class EngineAtFirstBucket:
         group = _group_of(hook_state)
         engine = Engine(
             group,
-            [] if model is None else [one for one in model.parameters() if one.requires_grad],
             self._stepper,
             self._comm_hook or average_like_ddp,
             group if self._comm_hook is None else hook_state,
@@ -186,15 +187,7 @@ def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> 
             f"optimizer_state must be an OptimizerHookState, got {type(optimizer_state).__name__}"
         )
 
-    lazy = EngineAtFirstBucket(optimizer_state.stepper, hook, skips_unused=False)
-
-    def hook_then_step(hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return lazy.take(hook_state, bucket)
-
-    hook_then_step.__qualname__ = (
-        f"hook_then_optimizer({getattr(hook, '__qualname__', type(hook).__qualname__)})"
-    )
-    return hook_then_step
+    return EngineAtFirstBucket(optimizer_state.stepper, hook, skips_unused=False).take
 
 
 def register_fused_optim(

@@ -1,7 +1,7 @@
 """One optimizer per parameter, stepped inside backward: counterparts of PyTorch's optimizer in backward."""
 
-# No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
-# the real types, and refuses strings.
+from __future__ import annotations
+
 import functools
 import weakref
 from collections.abc import Iterable, Sequence
@@ -15,10 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_optim_overlap.drop_ins import EngineAtFirstBucket
 from ddp_optim_overlap.model import another_hook, comm_hooks, register_comm_hook
 from ddp_optim_overlap.optimizers.admission import require_plain_step
+from ddp_optim_overlap.passes.backward_pass import Stepper
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch
-from ddp_optim_overlap.passes.stepper import Stepper
 from dist_utils.comm_hooks import CommHook
-from dist_utils.torch_compat import GradBucket
 
 _OURS = "_ddp_optim_overlap"
 """The attribute of a parameter that holds its :class:`_InBackward`."""
@@ -32,7 +31,7 @@ class _InBackward:
         self.registered = False
         self.averaged_by: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
-    def __reduce__(self) -> tuple[type["_InBackward"], tuple[()]]:
+    def __reduce__(self) -> tuple[type[_InBackward], tuple[()]]:
         return _InBackward, ()  # a copy of the parameter has neither a hook nor an optimizer
 
     def step(self, parameter: torch.Tensor) -> None:
@@ -131,16 +130,7 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
         >>> ddp.register_comm_hook(None, apply_optim_in_backward_hook(False))  # doctest: +SKIP
     """
     del gradient_is_bucket_view
-
-    lazy = EngineAtFirstBucket(_OwnOptimizers(), None, skips_unused=True)
-
-    def optimizers_in_backward_hook(
-        hook_state: Any, bucket: GradBucket
-    ) -> torch.futures.Future[torch.Tensor]:
-        return lazy.take(hook_state, bucket)
-
-    optimizers_in_backward_hook.lazy = lazy  # type: ignore[attr-defined]
-    return optimizers_in_backward_hook
+    return EngineAtFirstBucket(_OwnOptimizers(), None, skips_unused=True).take
 
 
 class _OwnOptimizers(Stepper):
@@ -188,8 +178,8 @@ def _claim(module: nn.Module, _: Any) -> None:
         hook = apply_optim_in_backward_hook(module.gradient_as_bucket_view)
         register_comm_hook(module, weakref.ref(module), hook)
     for hook, state in comm_hooks(module):
-        lazy: EngineAtFirstBucket | None = getattr(hook, "lazy", None)
-        if lazy is None:
+        lazy = getattr(hook, "__self__", None)
+        if not isinstance(lazy, EngineAtFirstBucket):
             raise another_hook(hook)
         lazy.start(state, module)
     for ours in found:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.errors import ConfigError
+from ddp_optim_overlap.optimizers.partial_steps import parameters_of
 from dist_utils import resolve_group
 from dist_utils.process_groups import group_of_model
 from dist_utils.torch_compat import GradBucket, private
@@ -134,13 +135,10 @@ def require_group(ddp: DistributedDataParallel, comm_hook: object, comm_state: o
         raise ConfigError(f"{error}: give comm_hook a comm_state of the model's process group") from error
 
 
-def averaged_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
-    """Return the parameters that a model averages, including frozen ones, with their names."""
-    return {
-        parameter: name
-        for name, parameter in ddp.module.named_parameters(remove_duplicate=False)
-        if name not in ddp.parameters_to_ignore
-    }
+def averaged_parameters(ddp: DistributedDataParallel) -> set[torch.Tensor]:
+    """Return the parameters that a model averages, including frozen ones."""
+    named = ddp.module.named_parameters(remove_duplicate=False)
+    return {parameter for name, parameter in named if name not in ddp.parameters_to_ignore}
 
 
 def sparse_parameters(module: nn.Module) -> dict[torch.Tensor, str]:
@@ -153,21 +151,19 @@ def sparse_parameters(module: nn.Module) -> dict[torch.Tensor, str]:
 
 
 def require_separate_memory(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise if two parameters of the optimizers may share values: buckets change the order of their steps.
+    """Raise if two parameters of the optimizers are in one place: buckets change the order of their steps.
 
     Raises:
-        ConfigError: The ranges that two parameters take in memory overlap.
+        ConfigError: Two parameters begin at the same address.
     """
-    owned = {parameter for one in optimizers for group in one.param_groups for parameter in group["params"]}
-    in_memory = [one for one in owned if one.layout is torch.strided and one.numel() and not one.is_meta]
-    in_memory.sort(key=torch.Tensor.data_ptr)
-    for one, following in itertools.pairwise(in_memory):
-        elements = 1 + sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))
-        if one.device == following.device and following.data_ptr() < one.data_ptr() + elements * one.itemsize:
+    owners: dict[tuple[torch.device, int], torch.Tensor] = {}
+    for one in itertools.chain.from_iterable(map(parameters_of, optimizers)):
+        in_memory = one.layout is torch.strided and one.numel() and not one.is_meta
+        if in_memory and owners.setdefault((one.device, one.data_ptr()), one) is not one:
             raise ConfigError(
-                f"two parameters, of shapes {tuple(one.shape)} and {tuple(following.shape)}, share memory: "
-                "each has a gradient of its own, and by buckets their steps would come in another order. Let "
-                "both places have one Parameter, or use the ordinary loop"
+                f"two parameters share memory, one of them of shape {tuple(one.shape)}: each has a gradient "
+                "of its own, and by buckets their steps would come in another order. Let both places have "
+                "one Parameter, or use the ordinary loop"
             )
 
 

@@ -85,8 +85,6 @@ class OverlapHandle:
 
         Use it on every rank: for evaluation with gradients, and for accumulation without ``no_sync()``.
         """
-        if self._engine.state.phase is Phase.REMOVED:
-            raise ConfigError("this overlap was removed")
         before, self._engine.paused = self._engine.paused, True
         try:
             yield
@@ -131,12 +129,6 @@ class _HookSlot:
         """End the overlap with the model, which a handle or an optimizer may outlive."""
         if self.engine is not None:
             self.engine.remove()
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def before_forward(self, *_: object) -> None:
-        """Act as a pre-hook of the model's forward pass."""
-        if self.engine is not None:
-            self.engine.before_forward()
 
 
 def overlapped_step_hook(state: _HookSlot, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -207,7 +199,7 @@ def overlap_optimizer(
             already, or this is called inside ``backward()``.
         UnsupportedOptimizerError: It needs a closure, is sharded over ranks, is none of torch's and not
             declared, or the trial has found that it does not step per parameter.
-        UnsupportedGradientError: It cannot step sparse gradients, and the model has some.
+        UnsupportedGradientError: It is one of torch's, and cannot step the sparse gradients of the model.
         TypeError, ValueError: An argument has the wrong type or value. All errors are raised before any
             communication; ``backward()`` and ``optimizer.step()`` raise a ConfigError for later problems.
 
@@ -231,7 +223,7 @@ def overlap_optimizer(
         raise ConfigError(
             "overlap_optimizer() inside backward(), whose first gradients may be gone: call it before"
         )
-    optimizers = tuple(map(inner_optimizer, given))
+    optimizers = tuple(dict.fromkeys(map(inner_optimizer, given)))  # one that is given twice steps once
     _require_arguments(optimizers, clip, unused)
     ddp = inner_ddp(ddp)
     require_ddp_options(ddp)  # before the hook is looked at: mixed precision has one of its own
@@ -250,7 +242,6 @@ def overlap_optimizer(
     overlapped.require_averaged(averaged_parameters(ddp))
     engine = Engine(
         ddp.process_group,
-        list(ddp.parameters()),
         overlapped,
         comm_hook or average_like_ddp,
         ddp.process_group if comm_hook is None else comm_state,
@@ -268,7 +259,6 @@ def overlap_optimizer(
         except BaseException:
             engine.remove()
             raise
-        ddp.register_forward_pre_hook(slot.before_forward)
         weakref.finalize(ddp, slot.remove).atexit = False
     else:
         slot.engine = engine
@@ -284,8 +274,6 @@ def _require_arguments(
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if not optimizers:
         raise ConfigError("there is no optimizer to step")
-    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
-        raise ConfigError("an optimizer is given twice, and would step twice")
     if clip is not None and not isinstance(clip, ClipPolicy):
         raise TypeError(f"clip must be a ClipPolicy, got {clip!r}")
     if unused not in ("skip", "step"):

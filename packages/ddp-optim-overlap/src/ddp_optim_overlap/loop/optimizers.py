@@ -8,14 +8,13 @@ import torch
 
 from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.errors import ConfigError
-from ddp_optim_overlap.loop.step_calls import StepCalls
+from ddp_optim_overlap.loop.step_calls import StepCalls, has_pre_hooks
 from ddp_optim_overlap.loop.step_inputs import StepInputs
-from ddp_optim_overlap.loop.step_replacement import has_pre_hooks
 from ddp_optim_overlap.optimizers.admission import is_reviewed, require_step_per_parameter
 from ddp_optim_overlap.optimizers.partial_steps import PartialSteps
 from ddp_optim_overlap.optimizers.step_hooks import mark_stepped
+from ddp_optim_overlap.passes.backward_pass import Stepper
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch
-from ddp_optim_overlap.passes.stepper import Stepper
 
 
 class OverlappedOptimizers(Stepper):
@@ -27,7 +26,7 @@ class OverlappedOptimizers(Stepper):
         only: The parameters to step; ``None`` for all parameters of the optimizers.
 
     Attributes:
-        parts: Steps some of the optimizers' parameters.
+        parts: Step some of their parameters.
         calls: Handles the loop's own ``optimizer.step()``.
 
     Raises:
@@ -44,11 +43,10 @@ class OverlappedOptimizers(Stepper):
         self._optimizers = optimizers
         self._clip = clip
         self._only = only
-        self.parts = PartialSteps(optimizers, is_reviewed)
+        self.parts = [PartialSteps(one, reviewed=is_reviewed(one)) for one in optimizers]
         self.calls = StepCalls(optimizers)
-        self._inputs: dict[torch.optim.Optimizer, StepInputs] = {}
-        self._looked_at = (0, 0)
-        self._not_averaged: Sequence[torch.Tensor] = ()
+        self._looked_at = 0
+        self._not_averaged: list[tuple[PartialSteps, torch.Tensor]] = []
         self._require_no_pre_hooks()
 
     @property
@@ -60,17 +58,14 @@ class OverlappedOptimizers(Stepper):
         """Return the settings that must be identical on all ranks; option values may differ, as in DDP."""
         kinds = [(type(one).__qualname__, len(one.param_groups)) for one in self._optimizers]
         limits = {} if self._clip is None else self._clip.terms()
-        named = ", ".join(f"{name}={limit}" for name, limit in limits.items())
-        clip = self._clip and f"{type(self._clip).__qualname__}({named})"
-        return {"optimizers and their groups": kinds, "clip": clip}
+        return {"optimizers and their groups": kinds, "clip": type(self._clip).__qualname__, **limits}
 
     def begin(self) -> None:
         """Check the loop and the optimizers before a backward pass that will step."""
         self.calls.begin()
-        self._inputs = {one: StepInputs(one) for one in self._optimizers}
-        renewals = self.parts.renewals
-        self.parts.begin()
-        if self.parts.renewals != renewals:
+        moved = [one.begin() for one in self.parts]
+        if any(moved):
+            self._looked_at = 0
             for one in filter(is_reviewed, self._optimizers):
                 require_step_per_parameter(one, declared=False, sparse={})
         self._require_no_pre_hooks()
@@ -79,17 +74,19 @@ class OverlappedOptimizers(Stepper):
 
     def require_averaged(self, averaged: Collection[torch.Tensor]) -> None:
         """Raise if a parameter would have to be stepped that DDP does not average."""
-        looked_at = self.parts.renewals, len(averaged)
-        if looked_at != self._looked_at:
-            self._looked_at = looked_at
-            self._not_averaged = [one for one in self.parts.parameters if one not in averaged]
-        for parameter in self._not_averaged:
+        if len(averaged) != self._looked_at:
+            self._looked_at = len(averaged)
+            self._not_averaged = [
+                (part, one) for part in self.parts for one in part.places if one not in averaged
+            ]
+        for part, parameter in self._not_averaged:
             if parameter.requires_grad or parameter.grad is not None:
+                number, position = part.places[parameter][0]
                 raise ConfigError(
-                    f"parameter {self.parts.place_of(parameter)}, of shape {tuple(parameter.shape)}, "
-                    "is not one that this DDP model averages, as it is another model's or was frozen when "
-                    "DDP was made: it would never be stepped. Give it an optimizer of its own, which the "
-                    "loop steps, or make a new DDP model"
+                    f"parameter {position} in group {number} of {type(part.optimizer).__name__}, of shape "
+                    f"{tuple(parameter.shape)}, is not one that this DDP model averages, as it is another "
+                    "model's or was frozen when DDP was made: it would never be stepped. Give it an "
+                    "optimizer of its own, which the loop steps, or make a new DDP model"
                 )
 
     def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -100,13 +97,16 @@ class OverlappedOptimizers(Stepper):
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
         """Step those of a bucket's parameters that the optimizers have."""
         only = self._only
-        self.parts.step(parameters if only is None else [one for one in parameters if one in only])
+        parameters = parameters if only is None else [one for one in parameters if one in only]
+        for part in self.parts:
+            part.step(parameters)
 
     def finish(self, gradients: GradientWatch) -> None:
         """Clean up after a backward pass that has stepped."""
-        stepped, self._inputs = self._inputs, {}
-        for (optimizer, inputs), options_set in zip(stepped.items(), self.parts.finish(), strict=True):
-            inputs.record(optimizer, options_set)
+        for part in self.parts:
+            part.finish()
+        stepped = {one: StepInputs(one) for one in self._optimizers}
+        for optimizer in stepped:
             mark_stepped(optimizer)
         self.calls.finish(stepped)
         gradients.take_as_used(
@@ -114,9 +114,10 @@ class OverlappedOptimizers(Stepper):
             [mark for inputs in stepped.values() for mark in inputs.marks],
         )
 
-    def remove(self) -> bool:
-        """End the overlap; return whether the loop's ``step()`` for the last pass is still to come."""
-        return self.calls.remove()
+    def remove(self, gradients: GradientWatch) -> None:
+        """End the overlap. A ``step()`` that is still to come asks which gradients have come."""
+        del gradients
+        self.calls.remove()
 
     def _require_no_pre_hooks(self) -> None:
         for optimizer in self._optimizers:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from types import MethodType
 from typing import Any
 
 import torch
 
-from ddp_optim_overlap.errors import ConfigError
+from ddp_optim_overlap.errors import ConfigError, OverlapError
 from ddp_optim_overlap.loop.step_inputs import Comparison, StepInputs
-from ddp_optim_overlap.loop.step_replacement import StepReplacement, owner_of_step
-from ddp_optim_overlap.optimizers.partial_steps import parameters_of
-from ddp_optim_overlap.optimizers.step_hooks import step_post_hooks
+from ddp_optim_overlap.optimizers.step_hooks import step_post_hooks, step_pre_hooks
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.passes.gradient_watch import is_capturing
-from ddp_optim_overlap.passes.phase import OverlapState, Phase
+from ddp_optim_overlap.passes.phase import Phase
 
 
 class _Habit(Enum):
@@ -42,14 +41,12 @@ class StepCalls:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
-        self._engine: Callable[[], Engine | None] = lambda: None
-        self._state: OverlapState | None = None
-        """Kept for the calls of ``step()`` for the last pass, even if the engine is gone with the model."""
-        self._replacements: list[StepReplacement] = []
+        self._engine: Engine | None = None
+        self._replacements: list[_Replacement] = []
         self._pending: dict[torch.optim.Optimizer, StepInputs] = {}
         """The optimizers that the last pass stepped and whose ``step()`` was not called since."""
         self._habit = _Habit.UNKNOWN
-        self._compared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._compared: set[torch.optim.Optimizer] = set()
         self._unread: list[Comparison] = []
         """Comparisons on accelerators, whose answers are read late to avoid waiting."""
 
@@ -64,11 +61,12 @@ class StepCalls:
         if self._replacements:
             return
         for optimizer in self._optimizers:
-            earlier = owner_of_step(optimizer)
+            # Also under a scheduler's wrapper, which has the attributes of what it wraps.
+            earlier = getattr(vars(optimizer).get("step"), "calls", None)
             if isinstance(earlier, StepCalls):
                 earlier.require_ended(optimizer)
                 earlier.restore()
-        self._replacements = [StepReplacement(one, self, self._call, self._guard) for one in self._optimizers]
+        self._replacements = [_Replacement(one, self) for one in self._optimizers]
 
     def attach(self, engine: Engine) -> None:
         """Follow the passes of this engine.
@@ -76,10 +74,9 @@ class StepCalls:
         Raises:
             ConfigError: An optimizer is overlapped already.
         """
-        if self._state is not None:
-            self.require_ended(self._optimizers[0])
+        self.require_ended(self._optimizers[0])
         self.replace()
-        self._engine, self._state = weakref.ref(engine), engine.state
+        self._engine = engine
 
     def require_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if passes may still step this optimizer, or its call for a pass that has stepped is to come.
@@ -97,26 +94,22 @@ class StepCalls:
             )
 
     def _is_active(self) -> bool:
-        if self._state is None:  # it has ended, or is still to begin
+        engine = self._engine  # None: the overlap is still to begin, or has ended
+        if engine is None:
             return False
-        return self._state.phase is not Phase.REMOVED or any(map(self._is_pending, self._optimizers))
+        return engine.state.phase is not Phase.REMOVED or any(map(self._is_pending, self._optimizers))
 
-    def remove(self) -> bool:
-        """Restore ``optimizer.step()``, unless the call for a pass that has stepped is still to come.
-
-        Returns:
-            Whether it is still to come.
-        """
-        pending = any(map(self._is_pending, self._optimizers))
-        if not pending:
+    def remove(self) -> None:
+        """Restore ``optimizer.step()``, unless the call for a pass that has stepped is still to come."""
+        self._habit = _Habit.UNKNOWN  # what was left out no longer matters
+        if not any(map(self._is_pending, self._optimizers)):
             self.restore()
-        return pending
 
     def restore(self) -> None:
         """Restore ``optimizer.step()``; the overlap has ended, or is about to."""
-        state, self._state = self._state, None
-        if state is not None and state.phase is Phase.REMOVED:
-            state.gradients.stop()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.gradients.stop()
         while self._replacements:
             self._replacements.pop().restore()
         self._pending.clear()
@@ -130,7 +123,8 @@ class StepCalls:
             ConfigError: The loop does not call ``step()`` as it must.
         """
         self.require_unchanged()
-        self._refuse_left_out_call()
+        if error := self._left_out_call():
+            raise error
         for optimizer in self._pending:
             if step_post_hooks(optimizer):
                 raise ConfigError(
@@ -154,40 +148,36 @@ class StepCalls:
             return  # the next pass reads the answers
         unread, self._unread = self._unread, []
         if any(comparison.differs() for comparison in unread):
-            self._refuse_change(_SAMPLED, "the last backward() and its step()")
+            self._refuse_change(_SAMPLED)
 
     # ---- a call of step() ----
 
-    def _call(
+    def call(
         self, optimizer: torch.optim.Optimizer, call: inspect.BoundArguments, step_now: Callable[[], Any]
     ) -> Any:
-        """Do what a call of ``optimizer.step()`` means; return the closure's loss or the step's result."""
+        """Do what a call of ``optimizer.step()`` means; return the closure's loss or the step's result.
+
+        Args:
+            optimizer: One of the optimizers.
+            call: Its arguments.
+            step_now: Does the ordinary step with them.
+        """
         loss, closure = None, call.arguments.get("closure")
-        if callable(closure) and self._is_first_to_run_closure(optimizer):
+        if callable(closure) and self._is_first_to_run_closure():
             loss = self._run(closure)
             closure, call.arguments["closure"] = None, lambda: loss
-        state, engine = self._state, self._stepping_engine()  # the closure may have made them
-        if state is None:
-            return step_now()
-        if engine is not None:
-            engine.require_outside_pass()
-        if self._is_pending(optimizer):
-            self._settle(state, optimizer, {**call.arguments, "closure": closure})
-            return loss
-        if self._pending:
-            self._forget_pending(state)
+        engine = self._engine  # the closure may have made it
         if engine is None:
-            self.restore()
-        elif engine.release is not None and state.gradients.none_since_step:
-            _require_gradients(optimizer)
+            return step_now()
+        engine.require_outside_pass()
+        if self._is_pending(optimizer):
+            self._settle(engine, optimizer, {**call.arguments, "closure": closure})
+            return loss
+        if self._pending and not engine.gradients.none_since_step:
+            self._forget_pending(engine)
         return step_now()  # after pause() or no_sync(), or once more
 
-    def _stepping_engine(self) -> Engine | None:
-        """Return the engine, or ``None`` if it was removed, as it is when the model is gone."""
-        removed = self._state is None or self._state.phase is Phase.REMOVED
-        return None if removed else self._engine()
-
-    def _guard(self, optimizer: torch.optim.Optimizer) -> None:
+    def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if the step of a backward pass would be repeated."""
         if self._is_pending(optimizer):
             raise ConfigError(
@@ -197,19 +187,21 @@ class StepCalls:
             )
 
     def _is_pending(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the last pass has stepped an optimizer whose ``step()`` was not called since."""
-        return optimizer in self._pending and self._state is not None and self._state.awaits_call
+        """Whether the next ``step()`` is for the last pass, and no gradient has come since that."""
+        engine = self._engine
+        if engine is None or optimizer not in self._pending:
+            return False
+        return engine.state.phase in (Phase.IDLE, Phase.REMOVED) and engine.gradients.none_since_step
 
-    def _is_first_to_run_closure(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _is_first_to_run_closure(self) -> bool:
         """Whether a closure runs before any step, because its backward pass may be the one that steps."""
-        state, engine = self._state, self._stepping_engine()
-        if state is None:
+        engine = self._engine
+        if engine is None:
             return bool(self._replacements)  # the closure may make it
-        if engine is None or engine.paused:
+        if engine.paused or engine.state.phase is Phase.REMOVED:
             return False
         engine.require_outside_pass()
-        self._refuse_other_order(optimizer)
-        self._refuse_late_call(state)
+        self._refuse_late_call()
         self._habit = _Habit.CALLS
         return True
 
@@ -218,102 +210,73 @@ class StepCalls:
             with torch.enable_grad():
                 return closure()
         except RuntimeError:  # backward() raises its errors as RuntimeError
-            if self._state is not None:
-                self._state.raise_error()
+            if self._engine is not None:
+                self._engine.state.raise_error()
             raise
 
-    def _settle(
-        self, state: OverlapState, optimizer: torch.optim.Optimizer, arguments: Mapping[str, Any]
-    ) -> None:
+    def _settle(self, engine: Engine, optimizer: torch.optim.Optimizer, arguments: Mapping[str, Any]) -> None:
         """Match a call of ``step()`` with the step of the last pass; raise if they do not fit."""
         _refuse_arguments(arguments)
-        self._refuse_other_order(optimizer)
-        try:
-            self._refuse_late_call(state)
-            self._require_same_inputs(optimizer)
-        except ConfigError:
-            if state.phase is Phase.REMOVED:  # raised once: no remove() can end it
-                self._end_pending(state, optimizer)
-            raise
-        self._habit = _Habit.CALLS
-        self._end_pending(state, optimizer)
+        self._refuse_late_call()
+        self._require_same_inputs(optimizer)
+        del self._pending[optimizer]
+        if engine.state.phase is not Phase.REMOVED:
+            self._habit = _Habit.CALLS
+        elif not self._pending:
+            self.restore()
         _run_step_hooks(optimizer)
 
     def _require_same_inputs(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if what the last pass has stepped with was changed after the step."""
+        """Raise if what the last pass has stepped with was changed after the step.
+
+        A loop that clips gradients does so from its first step on, so the first comparison on an accelerator
+        is waited for. Later calls let the device continue, and the next backward pass reads the answer.
+        """
         inputs = self._pending[optimizer]
         changed = inputs.find_change(optimizer)
         if changed is None and getattr(optimizer, "found_inf", None) is not None:
             changed = "a GradScaler called step()"
+        if changed is None:
+            comparison = inputs.compare_sample()
+            if optimizer in self._compared and not comparison.is_known:
+                self._unread.append(comparison)
+            elif comparison.differs():
+                changed = _SAMPLED
+            self._compared.add(optimizer)
         if changed is not None:
-            self._refuse_change(changed, "backward() and step()")
-        self._compare_on_device(optimizer, inputs)
+            self._refuse_change(changed)
 
-    def _end_pending(self, state: OverlapState, optimizer: torch.optim.Optimizer) -> None:
-        del self._pending[optimizer]
-        if not self._pending:
-            state.settle()
-            if state.phase is Phase.REMOVED:
-                self.restore()
-
-    def _forget_pending(self, state: OverlapState) -> None:
+    def _forget_pending(self, engine: Engine) -> None:
         """Forget a pass whose ``step()`` was left out before an ordinary one; raise if that is none."""
-        try:
-            self._refuse_left_out_call()
-            if state.gradients.some_used_are_left():
-                raise ConfigError(  # noqa: TRY301
-                    "gradients have come between backward() and step(), after the step had been done: let "
-                    "all of them come in no_sync() passes before the last one, or use the ordinary loop with "
-                    "the same communication hook"
-                )
-        except ConfigError as error:
-            failure = state.fail(error)
-            if state.phase is Phase.REMOVED:  # raised once: no remove() can end it
-                self.restore()
-            raise failure from None
+        error = self._left_out_call()
+        if error is None and engine.gradients.some_used_are_left():
+            error = ConfigError(
+                "gradients have come between backward() and step(), after the step had been done: let all of "
+                "them come in no_sync() passes before the last one, or use the ordinary loop with the same "
+                "communication hook"
+            )
+        if error is not None:
+            raise self._failure(error)
         self._pending.clear()
         self._habit = _Habit.LEAVES_OUT
-        if state.phase is Phase.STEPPED:
-            state.settle()
+        if engine.state.phase is Phase.REMOVED:
+            self.restore()
 
-    def _compare_on_device(self, optimizer: torch.optim.Optimizer, inputs: StepInputs) -> None:
-        """Start a comparison of what lies on accelerators; wait for the first one of an optimizer.
-
-        A loop that clips gradients does so from its first step on. Later calls let the device continue, and
-        the next backward pass reads the answer.
-        """
-        comparison = inputs.compare_on_device()
-        if comparison is None:
-            return
-        if optimizer in self._compared:
-            self._unread.append(comparison)
-            return
-        self._compared.add(optimizer)
-        if comparison.differs():
-            self._refuse_change(_SAMPLED, "backward() and step()")
-
-    def _refuse_change(self, changed: str, where: str) -> None:
-        error = ConfigError(
-            f"{changed} between {where}, after the step had been done: do it before backward(), pass clip= "
-            "to overlap_optimizer, or use the ordinary loop with the same communication hook. For a norm "
-            "that is only looked at: torch.nn.utils.get_total_norm"
+    def _left_out_call(self) -> ConfigError | None:
+        """Return the error of a loop that has called ``step()`` after earlier passes and not after this."""
+        if not self._pending or self._habit is not _Habit.CALLS:
+            return None
+        names = ", ".join(type(optimizer).__name__ for optimizer in self._pending)
+        return ConfigError(
+            f"step() of {names} was not called after the last backward pass, which has stepped already: call "
+            "it after every pass, let the closure of step(closure) call the only backward(), and call "
+            "handle.pause() around a backward pass that is to step nothing, or not everything"
         )
-        raise error if self._state is None else self._state.fail(error)
 
-    def _refuse_left_out_call(self) -> None:
-        """Raise if the loop has called ``step()`` after earlier passes and not after the last one."""
-        if self._pending and self._habit is _Habit.CALLS:
-            names = ", ".join(type(optimizer).__name__ for optimizer in self._pending)
-            raise ConfigError(
-                f"step() of {names} was not called after the last backward pass, which has stepped already: "
-                "call it after every pass, let the closure of step(closure) call the only backward(), and "
-                "call handle.pause() around a backward pass that is to step nothing, or not everything"
-            )
-
-    def _refuse_late_call(self, state: OverlapState) -> None:
+    def _refuse_late_call(self) -> None:
         """Raise if passes stepped more than this call of ``step()`` stands for."""
         if self._habit is _Habit.LEAVES_OUT and self._pending:
-            raise state.fail(
+            raise self._failure(
                 ConfigError(
                     "several backward passes have stepped, and step() is called for the first time: each of "
                     "them was a step. Call step() after every backward pass or after none, and "
@@ -321,16 +284,18 @@ class StepCalls:
                 )
             )
 
-    def _refuse_other_order(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if an optimizer with common parameters has stepped before, and is called later."""
-        for earlier in self._optimizers[: self._optimizers.index(optimizer)]:
-            if earlier not in self._pending:
-                continue
-            if not set(parameters_of(optimizer)).isdisjoint(parameters_of(earlier)):
-                raise ConfigError(
-                    f"{type(optimizer).__name__} and {type(earlier).__name__} have parameters in common, and "
-                    "step in the order in which they were given to overlap_optimizer: call step() in it too"
-                )
+    def _refuse_change(self, changed: str) -> None:
+        raise self._failure(
+            ConfigError(
+                f"{changed} between backward() and step(), after the step had been done: do it before "
+                "backward(), pass clip= to overlap_optimizer, or use the ordinary loop with the same "
+                "communication hook. For a norm that is only looked at: torch.nn.utils.get_total_norm"
+            )
+        )
+
+    def _failure(self, error: ConfigError) -> OverlapError:
+        """Return the error to raise: it ends the overlap, unless an earlier one has, or it was removed."""
+        return error if self._engine is None else self._engine.state.fail(error)
 
 
 _SAMPLED = "gradients or parameters were changed (clipped, unscaled, ...)"
@@ -338,24 +303,65 @@ _SAMPLED = "gradients or parameters were changed (clipped, unscaled, ...)"
 
 def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise if ``step()`` was given anything besides its optimizer, after the step had been done."""
-    given = [
-        name
-        for name, value in list(arguments.items())[1:]
-        if value is not None and not (isinstance(value, (tuple, dict)) and not value)
-    ]
+    given = [name for name, value in list(arguments.items())[1:] if value is not None]
     if given:
         raise ConfigError(f"the parameters are stepped already: {', '.join(given)} would come too late")
-
-
-def _require_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if an ordinary step finds no gradients because they were freed."""
-    if all(parameter.grad is None for parameter in parameters_of(optimizer)):
-        raise ConfigError(
-            "step() was called once more, and with release_gradients=True the gradients are gone: leave "
-            "that out to step with them again"
-        )
 
 
 @torch.optim.Optimizer.profile_hook_step
 def _run_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Run an optimizer's step hooks around an empty step."""
+
+
+class _Replacement:
+    """Replaces an optimizer's ``step`` on the instance, as schedulers do.
+
+    A step pre-hook guards the ``step`` of the class, for callers that kept ``optimizer.step`` from before.
+
+    Args:
+        optimizer: Its ``step`` is replaced.
+        calls: Gets the calls.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, calls: StepCalls) -> None:
+        self._optimizer = optimizer
+        self._before = before = vars(optimizer).get("step")  # a wrapper that a scheduler has put there
+        signature = inspect.signature(type(optimizer).step)
+
+        # No compiler can trace its questions, and the step of a pass is not compiled either.
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def call_step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            call = signature.bind(self, *args, **kwargs)
+
+            def step_now() -> Any:
+                args = call.args[1:]
+                return before(*args, **call.kwargs) if before else type(self).step(self, *args, **call.kwargs)
+
+            return calls.call(self, call, step_now)
+
+        @functools.wraps(before or type(optimizer).step)
+        def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return call_step(self, *args, **kwargs)
+
+        def guard(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            del args, kwargs
+            calls.guard(optimizer)
+
+        step.calls = calls  # type: ignore[attr-defined]
+        guard.guards = True  # type: ignore[attr-defined]
+        self._step = vars(optimizer)["step"] = MethodType(step, optimizer)
+        self._guard = optimizer.register_step_pre_hook(guard)
+
+    def restore(self) -> None:
+        """Restore the previous ``step``, unless a scheduler has replaced this one."""
+        self._guard.remove()
+        own = vars(self._optimizer)
+        if own.get("step") is self._step:
+            del own["step"]
+            if self._before is not None:
+                own["step"] = self._before
+
+
+def has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has step pre-hooks, its own or global, besides the guard of this module."""
+    return any(not hasattr(hook, "guards") for hook in step_pre_hooks(optimizer).values())

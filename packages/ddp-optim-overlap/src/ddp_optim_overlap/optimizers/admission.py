@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.algorithms.join import Joinable
 
 from ddp_optim_overlap.errors import UnsupportedGradientError
 from ddp_optim_overlap.optimizers.trial import refusal, require_passed_trial
@@ -84,34 +83,32 @@ def declare_steps_per_parameter(optimizer_class: _OptimizerClass) -> _OptimizerC
 
 
 def require_plain_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raise unless ``optimizer.step()`` needs no closure, no peer and no other optimizer.
+    """Raise unless ``optimizer.step()`` can be called as it is, without a closure.
 
     Raises:
-        UnsupportedOptimizerError: It does.
+        UnsupportedOptimizerError: It cannot.
     """
     name = type(optimizer).__name__
-    if isinstance(optimizer, Joinable):  # for example ZeroRedundancyOptimizer
-        raise refusal(f"{name} communicates in its step and steps other parameters on each rank")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise refusal(f"{name}.step needs a closure, which evaluates the model again")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise refusal(f"{name} has differentiable=True: autograd would record its steps")
-    inner = next((key for key, value in vars(optimizer).items() if _has_optimizer(value)), None)
-    if inner is not None:
-        raise refusal(
-            f"{name} has another optimizer in its attribute {inner!r}, which would step all of its "
-            "parameters whenever some are stepped"
-        )
     on_instance = vars(optimizer).get("step")
-    if _is_compiled(on_instance) or _is_compiled(type(optimizer).step):
+    if on_instance is not None and _unwrapped(on_instance) is not _unwrapped(type(optimizer).step):
         raise refusal(
-            f"step of this {name} is compiled; what is stepped by buckets is not, and has other bits"
+            f"step was replaced on this {name}, or compiled; that would not run for a part of the parameters"
         )
-    if on_instance is not None and inspect.unwrap(on_instance) is not inspect.unwrap(type(optimizer).step):
-        raise refusal(
-            f"step was replaced on this {name}; what replaced it would not run for a part of the parameters"
-        )
+
+
+def _unwrapped(step: Any) -> Any:
+    """Return what wrappers, such as those of schedulers, call; a compiled function is no wrapper."""
+    return inspect.unwrap(step, stop=_is_compiled)
+
+
+def _is_compiled(step: Any) -> bool:
+    # torch uses the same mark for functions that must not be compiled, such as some steps of its own.
+    return hasattr(step, "_torchdynamo_orig_callable") and not getattr(step, "_torchdynamo_disable", False)
 
 
 def require_step_per_parameter(
@@ -126,7 +123,7 @@ def require_step_per_parameter(
 
     Raises:
         UnsupportedOptimizerError: It is neither, or is declared and does not pass the trial.
-        UnsupportedGradientError: It cannot step with a sparse gradient.
+        UnsupportedGradientError: It is one of torch's, and cannot step with a sparse gradient.
 
     Cost:
         For a declared optimizer, that of the trial.
@@ -182,20 +179,3 @@ def _require_uncoupled_options(optimizer: torch.optim.Optimizer, sparse: Mapping
                 "Adagrad steps parameters with other operators if one of their group has a sparse gradient. "
                 "Give it foreach=False, or those with sparse gradients a group of their own. Otherwise"
             )
-
-
-def _is_compiled(step: Any) -> bool:
-    while step is not None:
-        # torch uses the same mark for functions that must not be compiled, such as some steps of its own.
-        if hasattr(step, "_torchdynamo_orig_callable") and not getattr(step, "_torchdynamo_disable", False):
-            return True
-        step = getattr(step, "__wrapped__", None)
-    return False
-
-
-def _has_optimizer(value: object) -> bool:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple, set)):
-        return any(map(_has_optimizer, value))
-    return isinstance(value, torch.optim.Optimizer)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -28,10 +27,6 @@ def same_value(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(same_value, one, other))
     if isinstance(one, FunctionType):
         return False  # a copy of a function is the function itself
-    if isinstance(one, MethodType):
-        return one.__func__ is other.__func__
-    if isinstance(one, partial):
-        return same_value((one.func, one.args, one.keywords), (other.func, other.args, other.keywords))
     if isinstance(one, _PLAIN) or not hasattr(one, "__dict__"):
         return repr(one) == repr(other)  # so that NaN is NaN
     return same_value(vars(one), vars(other))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,118 +15,65 @@ from ddp_optim_overlap.optimizers.step_hooks import NOT_OF_THE_STEP, step_withou
 PARAMETER_NAMES = "param_names"
 """The option in which torch keeps the names of a group's parameters, in their order."""
 
-_MOST_KNOWN_PLACES = 1000
-
 
 class PartialSteps:
-    """Calls the ``step`` of optimizers on some of their parameters.
+    """Calls the ``step`` of an optimizer on some of its parameters.
 
     A step runs on a stand-in: an object of the optimizer's class that shares its state and its options,
     and whose groups have only those parameters. The optimizer itself is never changed, so schedulers,
     ``state_dict`` and ``load_state_dict`` work as always. Options are read at every step. Hooks from
     ``register_step_post_hook`` do not run, because the step is not over.
 
-    Args:
-        optimizers: The optimizers, stepped in this order.
-        reviewed: Whether an optimizer's class is known to step per parameter, and to set no option.
-    """
-
-    def __init__(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        reviewed: Callable[[torch.optim.Optimizer], bool] = lambda _: False,
-    ) -> None:
-        self._steps = [_PartialStep(optimizer, reviewed=reviewed(optimizer)) for optimizer in optimizers]
-        self._members: list[list[list[int]]] = []
-        self.renewals = 0
-        """How often parameters were added or moved."""
-        self._owners: dict[torch.Tensor, list[tuple[int, int, int]]] = {}
-        self._known_places: dict[tuple[int, ...], dict[int, dict[int, list[int]]]] = {}
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Look for parameters that were added or moved to other groups since the last call."""
-        groups = [one.optimizer.param_groups for one in self._steps]
-        members = [[list(map(id, group["params"])) for group in each] for each in groups]
-        if members == self._members:
-            return
-        self._members = members
-        self.renewals += 1
-        self._owners = {}
-        self._known_places = {}
-        for place, each in enumerate(groups):
-            for number, group in enumerate(each):
-                for position, parameter in enumerate(group["params"]):
-                    self._owners.setdefault(parameter, []).append((place, number, position))
-
-    @property
-    def parameters(self) -> Collection[torch.Tensor]:
-        """All parameters of the optimizers, as a collection with fast lookup."""
-        return self._owners.keys()
-
-    def place_of(self, parameter: torch.Tensor) -> str:
-        """Describe where a parameter is."""
-        place, number, position = self._owners[parameter][0]
-        return f"{position} in group {number} of {type(self._steps[place].optimizer).__name__}"
-
-    def begin(self) -> None:
-        """Begin a step. Its parts may create new states, in the order of the parts."""
-        self.refresh()
-        for one in self._steps:
-            one.begin()
-
-    def step(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Step those of ``parameters`` that the optimizers have, with their ``.grad``.
-
-        Raises:
-            UnsupportedOptimizerError: A step has set an attribute, or an option not as another part has.
-        """
-        parts = self._places(parameters)
-        for place in sorted(parts):
-            self._steps[place].step(parts[place])
-
-    def finish(self) -> list[dict[int, dict[str, Any]]]:
-        """Finish a step.
-
-        Returns:
-            For each optimizer, the options that its parts have set, by group.
-        """
-        return [one.finish() for one in self._steps]
-
-    def _places(self, parameters: Sequence[torch.Tensor]) -> dict[int, dict[int, list[int]]]:
-        """Return the positions of parameters by optimizer and group; cached for repeated parameters."""
-        key = tuple(map(id, parameters))
-        places = self._known_places.get(key)
-        if places is None:
-            if len(self._known_places) >= _MOST_KNOWN_PLACES:
-                self._known_places.clear()
-            places = self._known_places[key] = defaultdict(lambda: defaultdict(list))
-            for parameter in parameters:
-                for place, number, position in self._owners.get(parameter, ()):
-                    places[place][number].append(position)
-        return places
-
-
-class _PartialStep:
-    """The parts of one optimizer's step.
-
     Optimizers that are not reviewed may also set options, as those do that count steps in their groups: every
-    part begins with the options that the whole step has begun with, and what all parts have set alike is set
-    in the optimizer at the end.
+    part begins with the options that the whole step has begun with, and what parts have set alike is set in
+    the optimizer at the end.
+
+    Args:
+        optimizer: Whose step it is.
+        reviewed: Whether its class is known to step per parameter, and to set no option.
+
+    Attributes:
+        places: Its parameters, and for each the number of its group and its position there, usually once.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, reviewed: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, reviewed: bool = False) -> None:
         self.optimizer, self._reviewed = optimizer, reviewed
+        self.places: dict[torch.Tensor, list[tuple[int, int]]] = {}
+        self._members: list[list[int]] = []
         self.begin()
 
-    def begin(self) -> None:
-        self._known_states = len(self.optimizer.state)
-        groups = self.optimizer.param_groups
-        self._groups = groups if self._reviewed else [dict(group) for group in groups]
-        self._options_set: dict[int, _OptionsSet] = {}
+    def begin(self) -> bool:
+        """Begin a step, whose parts may create new states, in the order of the parts.
 
-    def step(self, positions: Mapping[int, Sequence[int]]) -> None:
-        """Step the parameters at these positions of each group."""
+        Returns:
+            Whether parameters were added or moved to other groups since the last step.
+        """
+        groups = self.optimizer.param_groups
+        self._known_states = len(self.optimizer.state)
+        self._groups = groups if self._reviewed else [dict(group) for group in groups]
+        self._options_set: dict[int, dict[str, Any]] = {}
+        members = [list(map(id, group["params"])) for group in groups]
+        if members == self._members:
+            return False
+        self._members = members
+        self.places = {}
+        for number, group in enumerate(groups):
+            for position, parameter in enumerate(group["params"]):
+                self.places.setdefault(parameter, []).append((number, position))
+        return True
+
+    def step(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Step those of ``parameters`` that the optimizer has, with their ``.grad``.
+
+        Raises:
+            UnsupportedOptimizerError: The step has set an attribute, or an option not as another part has.
+        """
+        positions: dict[int, list[int]] = defaultdict(list)
+        for parameter in parameters:
+            for number, position in self.places.get(parameter, ()):
+                positions[number].append(position)
+        if not positions:
+            return
         # Other optimizers may look up a group by its number, so groups with nothing to step stay, empty.
         groups = [
             part_of(group, positions.get(number, ()))
@@ -144,27 +91,19 @@ class _PartialStep:
         self, number: int, before: dict[str, Any], group: dict[str, Any], part: torch.optim.Optimizer
     ) -> None:
         """Keep the options that a part has set; raise if another part has set something else."""
-        found = _OptionsSet(
-            any(parameter.grad is not None for parameter in group["params"]),
-            {
-                name: value
-                for name, value in group.items()
-                if name not in ("params", PARAMETER_NAMES) and value is not before.get(name, group)
-            },
-        )
-        known = self._options_set.get(number)
-        if known is None or (found.has_gradients and not known.has_gradients):
-            self._options_set[number] = found  # a step may pass over other groups
-        elif found.has_gradients and not same_value(found.values, known.values):
-            raise _not_per_parameter(part, f"option {', '.join({**found.values, **known.values})!r}")
+        known = self._options_set.setdefault(number, {})
+        for name, value in group.items():
+            if name in ("params", PARAMETER_NAMES) or value is before.get(name, group):
+                continue
+            if not same_value(value, known.setdefault(name, value)):
+                raise _not_per_parameter(part, f"option {name!r}")
 
-    def finish(self) -> dict[int, dict[str, Any]]:
-        """Set the options that all parts have set, and return them by group.
+    def finish(self) -> None:
+        """Set the options that parts have set.
 
         Also put new states into the order of an ordinary step, because ``state_dict`` shows the order.
         """
-        options = {number: found.values for number, found in self._options_set.items() if found.values}
-        for number, values in options.items():
+        for number, values in self._options_set.items():
             self.optimizer.param_groups[number].update(values)
         state = self.optimizer.state
         new = list(state)[self._known_states :]
@@ -173,14 +112,6 @@ class _PartialStep:
             place = {parameter: number for number, parameter in enumerate(parameters)}
             for parameter in sorted(new, key=lambda key: place.get(key, len(place))):
                 state[parameter] = state.pop(parameter)
-        return options
-
-
-class _OptionsSet(NamedTuple):
-    """The options of a group that a part has set, and whether the part has gradients of the group."""
-
-    has_gradients: bool
-    values: dict[str, Any]
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -13,16 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_optim_overlap.errors import (
-    CommunicationError,
-    OverlapError,
-    StepError,
-    UnsupportedOptimizerError,
-)
+from ddp_optim_overlap.errors import CommunicationError, OverlapError, StepError, UnsupportedOptimizerError
 from ddp_optim_overlap.passes.bucket import Bucket, lend_gradients
+from ddp_optim_overlap.passes.gradient_watch import GradientWatch
 from ddp_optim_overlap.passes.phase import OverlapState
 from ddp_optim_overlap.passes.release import ReleasedPass
-from ddp_optim_overlap.passes.stepper import Stepper
 from ddp_optim_overlap.passes.weight_reuse import WeightWatch
 from ddp_optim_overlap.report import StepReport
 from dist_utils import OrderedWorker
@@ -47,8 +43,7 @@ class PassKind(Enum):
 
     STEPS = "averaged and stepped"
     JOINED = "averaged with the ranks that step; under join(), this rank has no more data"
-    PAUSED = "averaged, in handle.pause()"
-    REMOVED = "averaged, because the overlap was removed"
+    PAUSED = "averaged, in handle.pause() or after remove()"
     REFUSED = "nothing: after an error, the ranks' collectives may no longer match"
 
 
@@ -58,6 +53,52 @@ class PassStage(Enum):
     BEGUN = "buckets are still to be handed over"
     COMPLETE = "the last bucket was handed over"
     ENDED = "it has finished, or was left before"
+
+
+class Stepper:
+    """Steps parameters for an engine.
+
+    Attributes:
+        norm: The norm of the last step's gradients before clipping, if it was computed on the way.
+    """
+
+    norm: torch.Tensor | None = None
+
+    def terms(self) -> dict[str, object]:
+        """Return the settings that must be identical on all ranks."""
+        return {}
+
+    def begin(self) -> None:
+        """Prepare for a pass that hands over its first bucket, before any communication. May raise."""
+
+    def require_averaged(self, averaged: Collection[torch.Tensor]) -> None:
+        """Raise if a parameter would have to be stepped that DDP does not average.
+
+        Args:
+            averaged: The parameters that have been in a bucket.
+        """
+
+    def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Change the ``.grad`` of a whole bucket, to clip it, say."""
+
+    def step(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Step those of ``parameters`` that are to be stepped, with their ``.grad``."""
+        raise NotImplementedError
+
+    def finish(self, gradients: GradientWatch) -> None:
+        """Clean up after a backward pass that has stepped.
+
+        Args:
+            gradients: Learns which gradients were used.
+        """
+
+    def remove(self, gradients: GradientWatch) -> None:
+        """End the overlap.
+
+        Args:
+            gradients: Stopped, once nobody asks it any more.
+        """
+        gradients.stop()
 
 
 class BackwardPass:
@@ -84,32 +125,27 @@ class BackwardPass:
         tasks: The numbers of torch's graph tasks that have handed over buckets, each with a weak reference to
             what the task keeps alive until it ends.
         buckets: How many were handed over.
-        waits: Whether buckets wait for others until a step is worth it; :meth:`announce` ends that.
         watch: Notified of stepped weights, if set.
         released: Frees the gradients of stepped buckets, if set. With either, each bucket is stepped by
             itself: a watch must find what may happen in any run, and memory is freed as early as possible.
     """
 
     def __init__(self, kind: PassKind, state: OverlapState, stepper: Stepper, number: int = 0) -> None:
-        self.kind, self.number = kind, number
+        self.kind = kind
         self.failure: Exception | None = None
         self.stage = PassStage.BEGUN
         self.tasks: dict[int, Callable[[], object]] = {}
         self.buckets = 0
-        self.waits = False
         self.watch: WeightWatch | None = None
         self.released: ReleasedPass | None = None
         self._state, self._stepper = state, stepper
         self._queue: list[Bucket] = []
         """All buckets on the host, which fail together."""
-        self._bytes = [0]  # of the first bucket, the first two, and so on
         self._announced = self._taken = 0  # how many of them, the oldest ones
         self._newest_job: torch.futures.Future[Any] | None = None
         self._step_lock = threading.Lock()
-        # For the report
-        self._stepped: list[int] = []
-        self._partial: tuple[int, ...] = ()
-        self._seconds = self._hidden = self._maybe_exposed = 0.0
+        self._report = StepReport(number)  # without the number of buckets, which another thread counts
+        self._maybe_exposed = 0.0  # seconds of steps that no wait for an average has hidden yet
 
     # ---- on the thread of backward() ----
 
@@ -130,18 +166,17 @@ class BackwardPass:
             return done
         done = bucket.future()
         if last:
-            self.announce(worker)
+            self._announce(worker)
         self._queue.append(bucket)
-        self._bytes.append(self._bytes[-1] + bucket.nbytes)
-        waiting = self._bytes[-1] - self._bytes[max(self._announced, self._taken)]
-        if last or not self.waits or self._alone or waiting >= _WORTH_A_STEP:
-            self.announce(worker)
+        waiting = self._queue[max(self._announced, self._taken) :]
+        if last or self._alone or sum(one.nbytes for one in waiting) >= _WORTH_A_STEP:
+            self._announce(worker)
         return done
 
-    def announce(self, worker: OrderedWorker) -> None:
+    def _announce(self, worker: OrderedWorker) -> None:
         """Let the worker step the buckets that wait for others, unless it has taken them already."""
         count = len(self._queue)
-        if max(self._announced, self._taken) >= count:  # all, or the pass has ended and has no queue
+        if max(self._announced, self._taken) >= count:
             return
         self._announced = count
         name = f"{NAME}:bucket_{self._queue[-1].index}"
@@ -155,7 +190,7 @@ class BackwardPass:
         DDP waits for every bucket: those that the worker does not know fail here.
         """
         with self._step_lock:
-            if self.number:
+            if self._report.number:
                 report = self._state.report = self.report()
                 error = error.with_report(report)
             failure = self._state.fail(error)
@@ -199,20 +234,12 @@ class BackwardPass:
         if self.failure is None:
             self._queue = []  # they hold averages
             self._newest_job = None  # on an accelerator it holds a bucket, which DDP may replace
-            if self.number:
+            if self._report.number:
                 self._state.report = self.report(self._stepper.norm)
 
     def report(self, norm: torch.Tensor | None = None) -> StepReport:
         """Return what was stepped so far."""
-        return StepReport(
-            number=self.number,
-            buckets=self.buckets,
-            stepped=tuple(self._stepped),
-            partial=self._partial,
-            seconds=self._seconds,
-            seconds_hidden=self._hidden,
-            norm=norm,
-        )
+        return replace(self._report, buckets=self.buckets, norm=norm)
 
     # ---- on the worker ----
 
@@ -251,8 +278,8 @@ class BackwardPass:
         try:
             bucket.await_used(group)
             if not bucket.average.done():  # so the steps so far are hidden behind it
-                self._hidden += self._maybe_exposed
-                self._maybe_exposed = 0.0
+                hidden = self._report.seconds_hidden + self._maybe_exposed
+                self._report, self._maybe_exposed = replace(self._report, seconds_hidden=hidden), 0.0
             bucket.gradients.write(bucket.average.wait())
         except Exception as error:
             text = f"bucket {bucket.index} was not averaged: {error_text(error)}"
@@ -267,7 +294,7 @@ class BackwardPass:
         return [bucket.gradients.buffer for bucket in buckets]
 
     def _step_now(self, buckets: Sequence[Bucket]) -> list[torch.Tensor]:
-        indices = [bucket.index for bucket in buckets]
+        indices = tuple(bucket.index for bucket in buckets)
         first = buckets[0].gradients
         parameters = [one for bucket in buckets for one in bucket.gradients.parameters]
         averages = [one for bucket in buckets for one in bucket.averages()]
@@ -283,13 +310,13 @@ class BackwardPass:
             if self.released is not None:
                 results = [self.released.give_back(first, averages)]
         except BaseException as error:  # also sys.exit(), which would silently end the thread
-            self._partial = tuple(indices)
+            self._report = replace(self._report, partial=indices)
             kind = type(error) if isinstance(error, UnsupportedOptimizerError) else StepError
             text = f"the step of bucket {', '.join(map(str, indices))} failed: {error_text(error)}"
             raise kind(text, self.report()) from error
         seconds = time.perf_counter() - began
-        self._stepped += indices
-        self._seconds += seconds
+        before = self._report
+        self._report = replace(before, stepped=before.stepped + indices, seconds=before.seconds + seconds)
         if first.buffer.device.type == "cpu":
             self._maybe_exposed += seconds
         if self.watch is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,33 +11,20 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_optim_overlap.errors import (
-    CommunicationError,
-    ConfigError,
-    OverlapError,
-    StepError,
-)
+from ddp_optim_overlap.errors import CommunicationError, ConfigError, OverlapError, StepError
 from ddp_optim_overlap.model import may_leave_out, require_ddp_options
-from ddp_optim_overlap.passes.backward_pass import NAME, BackwardPass, PassKind, PassStage
+from ddp_optim_overlap.passes.backward_pass import NAME, BackwardPass, PassKind, PassStage, Stepper
 from ddp_optim_overlap.passes.bucket import Bucket, KnownBuckets, average_of
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch
 from ddp_optim_overlap.passes.peers import Peers
 from ddp_optim_overlap.passes.phase import OverlapState, Phase
 from ddp_optim_overlap.passes.release import GradientRelease, ReleasedPass
-from ddp_optim_overlap.passes.stepper import Stepper
 from ddp_optim_overlap.passes.weight_reuse import WeightWatch
 from ddp_optim_overlap.report import StepReport
 from dist_utils import AgreementError, OrderedWorker, require_same_terms
 from dist_utils.comm_hooks import CommHook, failed_future, is_pair
 from dist_utils.process_groups import error_text, same_error
-from dist_utils.torch_compat import (
-    GradBucket,
-    before_end_of_backward,
-    graph_task_id,
-    in_final_callback,
-    inside_backward,
-    inside_nested_backward,
-)
+from dist_utils.torch_compat import GradBucket, after_backward, graph_task_id, inside_backward
 
 
 class Engine:
@@ -45,7 +32,6 @@ class Engine:
 
     Args:
         process_group: The process group whose ranks train together.
-        parameters: The parameters of the model, including frozen ones, which may be unfrozen later.
         stepper: Steps with averaged gradients.
         comm_hook: Any communication hook; it averages.
         comm_state: Its first argument.
@@ -59,8 +45,6 @@ class Engine:
     Attributes:
         state: What the overlap is doing.
         gradients: Which gradients have come.
-        known_buckets: The views of buckets seen before.
-        release: As given.
         paused: Whether passes only average.
         passes: How many backward passes were begun or refused, earlier engines' among them.
     """
@@ -68,7 +52,6 @@ class Engine:
     def __init__(
         self,
         process_group: dist.ProcessGroup,
-        parameters: Sequence[torch.Tensor],
         stepper: Stepper,
         comm_hook: CommHook | Callable[[Any, GradBucket], torch.futures.Future[Any]],
         comm_state: object,
@@ -79,25 +62,23 @@ class Engine:
         release: GradientRelease | None = None,
         passes: int = 0,
     ) -> None:
+        parameters = [] if model is None else list(model.parameters())  # frozen ones may be unfrozen later
         self.gradients = GradientWatch(parameters, None if release is None else release.memory.restore)
-        self.known_buckets = KnownBuckets(parameters, self.gradients.watch)
-        self.release = release
+        self._known_buckets = KnownBuckets(parameters, self.gradients.watch)
+        self._release = release
         self.paused = False
         self._stepper = stepper
         self._comm_hook, self._comm_state = comm_hook, comm_state
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self._skips_unused, self._shares_used = skips_unused, False
-        self._static_graph: bool | None = None  # as last checked
-        # DDP looks for buffers once, too; finding none is a walk through the whole model.
-        self._has_buffers = model is not None and next(model.module.buffers(), None) is not None
         self._check = check
         worker = OrderedWorker(process_group, name=NAME, terms=self._terms)
         self._worker: OrderedWorker | None = worker
         self._peers = Peers(worker)
-        self.state = OverlapState(worker, self.gradients)
-        self._current = BackwardPass(PassKind.REMOVED, self.state, stepper)
+        self.state = OverlapState(worker)
+        self._current = BackwardPass(PassKind.PAUSED, self.state, stepper)
         self._process_group, self._failed = process_group, False
-        self.passes, self._steps = passes, 0
+        self.passes = passes
 
     # ---- one bucket ----
 
@@ -127,9 +108,7 @@ class Engine:
             self._abandon(self._current)
         self._current.end()
         kind = self._kind_of_pass()
-        number = 0
-        if kind is PassKind.STEPS:
-            number = self._steps = self._steps + 1
+        number = self.state.report.number + 1 if kind is PassKind.STEPS else 0
         current = self._current = BackwardPass(kind, self.state, self._stepper, number)
         worker, model = self._worker, self._model()
         if worker is None:
@@ -138,9 +117,8 @@ class Engine:
         self._peers.wait()
         self.state.raise_error()
         if model is not None:
-            if model.static_graph is not self._static_graph:  # the graph may be made static later
+            if not self._known_buckets.parameters:  # the graph may be made static until the first pass
                 require_ddp_options(model)
-                self._static_graph = model.static_graph
             self._shares_used = self._skips_unused and may_leave_out(model)
         _require_agreement(worker.agree)
         if kind is PassKind.STEPS:
@@ -157,43 +135,39 @@ class Engine:
         return {"backward passes of the model": self.passes}
 
     def _kind_of_pass(self) -> PassKind:
-        if self._worker is None:
-            return PassKind.REMOVED
-        if self.paused:
+        if self.paused or self._worker is None:
             return PassKind.PAUSED
         # Under join() a rank without data calls its hook outside of any backward pass: it takes part in the
         # communication but does not step, as in the ordinary loop.
         return PassKind.STEPS if inside_backward() else PassKind.JOINED
 
     def _begin_to_step(self, current: BackwardPass) -> None:
-        # A pass without a last bucket announces the rest before DDP waits for it. A nested pass, or one in a
-        # final callback, may end differently, so no bucket waits there.
-        current.waits = not in_final_callback() and not inside_nested_backward()
         self._follow_graph_task(current)  # from here on, others ask whether the pass runs
         self.state.begin()
         self._stepper.begin()
-        averaged = self.known_buckets.parameters
+        averaged = self._known_buckets.parameters
         if averaged:  # else this is the first pass, whose last bucket shows
             self._stepper.require_averaged(averaged)
-        if self.release is not None:
-            self.release.require_possible(averaged)
-            current.released = ReleasedPass(self.release)
+        if self._release is not None:
+            self._release.require_possible(averaged)
+            current.released = ReleasedPass(self._release)
         if self._check:
             current.watch = WeightWatch()
 
     def _take(self, current: BackwardPass, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if current.kind is PassKind.REFUSED and current.failure is not None:
             return failed_future(same_error(current.failure), bucket.buffer())
+        if current.kind is PassKind.PAUSED:
+            self.gradients.take_as_new(bucket.parameters())
         worker, last = self._worker, bucket.is_last()
         if worker is None:
-            self.gradients.take_as_new(bucket.parameters())
             return self._comm_hook(self._comm_state, bucket).then(partial(average_of, bucket.buffer()))
         done = self._step(worker, current, bucket, last=last)
         if last:
             current.stage = PassStage.COMPLETE
             self.gradients.forget_arrivals()
             if self.passes == 1:
-                self.known_buckets.forget()
+                self._known_buckets.forget()
             failed = self.state.phase is Phase.FAILED
             self._peers.meet(self.passes, current, bucket.buffer().device, failed=failed)
         return done
@@ -204,26 +178,30 @@ class Engine:
         """Return a future that completes when a bucket is averaged and, if the pass steps, stepped."""
         if current.kind is PassKind.STEPS:
             self._follow_graph_task(current)
-        elif current.kind is PassKind.PAUSED:
-            self.gradients.take_as_new(bucket.parameters())
         current.buckets += 1
-        gradients = self.known_buckets.gradients(bucket)
+        gradients = self._known_buckets.gradients(bucket)
         if last:
-            self._stepper.require_averaged(self.known_buckets.parameters)
-        used = None
+            self._stepper.require_averaged(self._known_buckets.parameters)
+        used: list[bool] = []
         if self._shares_used or current.released is not None:
             used = [self.gradients.has_come(parameter) for parameter in gradients.parameters]
         taken = Bucket(bucket.index(), gradients, self._start_average(bucket))
-        if self._shares_used and used is not None:
+        if self._shares_used:
             taken.share_used(used, worker.process_group)
         if current.failure is not None:
             # But it is averaged: another rank may not know of the failure yet, and all must call the hook.
             return failed_future(same_error(current.failure), bucket.buffer())
-        if current.released is None or used is None:
+        if current.released is None:
             return current.take(worker, taken, last=last)
         current.released.begin(gradients, used, last=last)
         done = current.take(worker, taken, last=last)
-        current.released.limit_backward(done, gradients.buffer.device)
+        if not current.released.limit_backward(done, gradients.buffer.device):
+            current.fail(  # and goes on: the hook may wait for later buckets
+                CommunicationError(
+                    "a bucket was not averaged in time: if the communication hook waits for later buckets, "
+                    "leave release_gradients out"
+                )
+            )
         return done
 
     def _start_average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
@@ -249,35 +227,14 @@ class Engine:
         model = self._model()
         return model is None or (model.find_unused_parameters and not model.static_graph)
 
-    def before_forward(self) -> None:
-        """Raise the error of a peer before DDP's forward pass communicates.
-
-        In its second pass DDP rebuilds its buckets, and it broadcasts buffers. Where it does neither, the
-        last meeting is waited for in the next backward pass.
-        """
-        if self.state.phase in (Phase.RUNNING, Phase.REMOVED):
-            return
-        try:
-            if self.passes == 1 or self._has_buffers:
-                self._peers.wait()
-            self.state.raise_error()
-        except OverlapError as error:
-            self.passes += torch.is_grad_enabled()  # its backward pass would have been refused
-            raise self.state.fail(error) from error.__cause__
-
     # ---- the end of a pass ----
 
     def _follow_graph_task(self, current: BackwardPass) -> None:
-        """Register what happens at the end of the graph task that hands over a bucket.
+        """Finish the pass at the end of the graph task that hands over its last bucket.
 
         Every backward pass is one task of torch's engine, and a pass inside it, such as a checkpoint's, is
-        one of its own. In this order:
-
-        1. All nodes have run. Announce buckets that wait for others, before DDP waits for every bucket.
-        2. DDP waits, and copies averages into ``.grad``; it registers this with its last bucket.
-        3. If the last bucket has come: the pass is finished.
-
-        If a task fails, torch drops its callbacks, and with them the mark that they hold.
+        one of its own. At its end DDP waits for all buckets, and copies averages into ``.grad``; then the
+        pass is finished. If a task fails, torch drops its callbacks, and with them the mark that they hold.
         """
         task = graph_task_id()
         if task in current.tasks:
@@ -287,17 +244,13 @@ class Engine:
         dropped = weakref.finalize(mark, self._abandon, current)
         dropped.atexit = False
 
-        def finish() -> None:
+        def finish(mark: _TaskMark) -> None:
+            del mark
             dropped.detach()
             if current.stage is PassStage.COMPLETE:
                 self._finish(current)
 
-        def announce(mark: _TaskMark = mark) -> None:
-            if self._worker is not None:
-                current.announce(self._worker)
-            before_end_of_backward(partial(_with_mark, finish, mark))
-
-        before_end_of_backward(announce)
+        after_backward(partial(finish, mark))
 
     def _finish(self, current: BackwardPass) -> None:
         current.end()
@@ -366,8 +319,7 @@ class Engine:
 
     def remove(self) -> None:
         """Stop stepping; only average from now on, if the model still exists."""
-        if not self._stepper.remove():  # else step() asks which gradients have come
-            self.gradients.stop()
+        self._stepper.remove(self.gradients)
         self.gradients.forget_used()
         self._failed |= self.state.phase is Phase.FAILED  # if called twice, too
         self.state.remove()
@@ -375,13 +327,12 @@ class Engine:
             self._worker.close()
         self._worker = None
         self._current.end()
-        goes_on = self._model() is not None
-        if goes_on and self.release is not None:  # now that no job frees memory any more
-            self.release.memory.restore()
-        self.known_buckets.forget()
-        if goes_on and self._failed:
+        if self._release is not None:  # now that no job frees memory any more
+            self._release.memory.restore()
+        self._known_buckets.forget()
+        if self._failed and self._model() is not None:
             self._current.await_averages()
-        self._current = BackwardPass(PassKind.REMOVED, self.state, self._stepper)
+        self._current = BackwardPass(PassKind.PAUSED, self.state, self._stepper)
 
     def _terms(self) -> dict[str, object]:
         hook = self._comm_hook
@@ -402,8 +353,3 @@ def _require_agreement(compare: Callable[[], object]) -> None:
 
 class _TaskMark:
     """Is alive as long as the callbacks of a graph task."""
-
-
-def _with_mark(callback: Callable[[], None], mark: _TaskMark) -> None:
-    del mark
-    callback()

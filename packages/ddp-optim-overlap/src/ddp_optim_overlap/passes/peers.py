@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,15 +48,16 @@ class Peers:
             failed: Whether this rank has failed to step.
         """
         group = self._worker.process_group
-        mine = _Claim(number, current.kind is PassKind.PAUSED, failed)
         if group.size() == 1:
             return
+        paused = current.kind is PassKind.PAUSED
+        claim = [number, -number, paused, -paused, failed]  # maxima over the ranks tell whether all are equal
         if runs_on_host(group, device):
-            job = partial(_meet_on_host, mine, current)
+            job = partial(_meet_on_host, claim, current)
             met = self._worker.submit(job, name=f"{NAME}:meet_peers")
             self._await_meeting = partial(_await_job, met)
         elif not is_capturing():
-            self._await_meeting = self._meet_on_device(mine, current, device)
+            self._await_meeting = self._meet_on_device(claim, current, device)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every rank has come to the last meeting, or one has failed.
@@ -73,7 +74,7 @@ class Peers:
             self._await_meeting(timeout)
 
     def _meet_on_device(
-        self, mine: _Claim, current: BackwardPass, device: torch.device
+        self, claim: list[int], current: BackwardPass, device: torch.device
     ) -> Callable[[float | None], None]:
         """Meet on an accelerator, whose host waits only when it is asked."""
         accelerator: Any = torch.get_device_module(device)
@@ -81,7 +82,7 @@ class Peers:
             self._streams[device] = accelerator.Stream(device)
         stream = self._streams[device]
         with accelerator.stream(stream):
-            values = numbers_on(device, mine.values())
+            values = numbers_on(device, claim)
             # Only the stream waits.
             start_all_reduce(values, self._worker.process_group, dist.ReduceOp.MAX).wait()
             largest = values.to("cpu", non_blocking=True)
@@ -89,40 +90,12 @@ class Peers:
 
         def wait(_: float | None) -> None:  # the process group's own timeout watches over it
             copied.synchronize()
-            mine.compare(largest.tolist(), current)
+            _require_equal(largest.tolist(), current)
 
         return wait
 
 
-class _Claim(NamedTuple):
-    """What a rank says in a meeting."""
-
-    number: int
-    paused: bool
-    failed: bool
-
-    def values(self) -> list[int]:
-        """Return numbers whose maxima over all ranks tell whether all have said the same."""
-        return [self.number, -self.number, self.paused, -self.paused, self.failed]
-
-    def compare(self, largest: list[int], current: BackwardPass) -> None:
-        """Raise if another rank has said something else.
-
-        Args:
-            largest: The maxima over all ranks.
-            current: This rank's pass.
-        """
-        newest, oldest, paused, not_paused, failed = largest
-        if newest != -oldest or paused != -not_paused:
-            raise ConfigError(
-                "ranks are in different backward passes, or some are in handle.pause() and others are not: "
-                "call pause() and remove() on every rank"
-            )
-        if failed:
-            raise CommunicationError("another rank failed in this step", current.report())
-
-
-def _meet_on_host(mine: _Claim, current: BackwardPass, group: dist.ProcessGroup) -> torch.Tensor:
+def _meet_on_host(claim: list[int], current: BackwardPass, group: dist.ProcessGroup) -> torch.Tensor:
     """Meet on the worker's thread.
 
     Returns:
@@ -130,15 +103,27 @@ def _meet_on_host(mine: _Claim, current: BackwardPass, group: dist.ProcessGroup)
         may be the last to drop them, and needs the interpreter for that; torch 2.6 does not let go of it
         while it destroys a group, and waits for that thread.
     """
-    values = numbers_on(torch.device("cpu"), mine.values())
+    values = numbers_on(torch.device("cpu"), claim)
     try:
         start_all_reduce(values, group, dist.ReduceOp.MAX).wait()
     except Exception as error:
         raise CommunicationError(
             f"another rank failed in this step: {error_text(error)}", current.report()
         ) from error
-    mine.compare(values.tolist(), current)
+    _require_equal(values.tolist(), current)
     return values
+
+
+def _require_equal(largest: list[int], current: BackwardPass) -> None:
+    """Raise if another rank has failed or is in another pass, by the maxima of all ranks' claims."""
+    newest, oldest, paused, not_paused, failed = largest
+    if newest != -oldest or paused != -not_paused:
+        raise ConfigError(
+            "ranks are in different backward passes, or some are in handle.pause() and others are not: call "
+            "pause() and remove() on every rank"
+        )
+    if failed:
+        raise CommunicationError("another rank failed in this step", current.report())
 
 
 def _await_job(met: torch.futures.Future[torch.Tensor], timeout: float | None) -> None:

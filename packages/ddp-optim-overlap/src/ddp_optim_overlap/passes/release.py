@@ -8,7 +8,6 @@ import functools
 import mmap
 import os
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
@@ -153,27 +152,22 @@ class GradientRelease:
 
     Args:
         ddp: The model, which is not kept alive. The timeout of its group limits every wait.
-        parts: Has the parameters that are stepped.
+        parts: Have the parameters that are stepped.
 
     Attributes:
         memory: How memory is freed.
+        process_group: The group of the model.
 
     Raises:
         ConfigError: Gradients would be lost, or DDP would touch freed memory.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, parts: PartialSteps) -> None:
+    def __init__(self, ddp: DistributedDataParallel, parts: Sequence[PartialSteps]) -> None:
         on_host = all(parameter.device.type == "cpu" for parameter in ddp.parameters())
         self.memory: BucketMemory = PageMemory() if on_host and PageMemory.works() else StorageMemory()
-        self._process_group = ddp.process_group
+        self.process_group = ddp.process_group
         self._model = weakref.ref(ddp)
         self._parts = parts
-        self._limited = True
-        if ddp.gradient_as_bucket_view and not self.memory.stays_readable:
-            raise ConfigError(
-                "release_gradients=True needs gradient_as_bucket_view=False on this device: gradients in a "
-                "bucket would lose their memory with it. What that option saves, they save anyway"
-            )
         self.require_possible(averaged_parameters(ddp))
 
     def require_possible(self, averaged: Collection[torch.Tensor]) -> None:
@@ -185,33 +179,21 @@ class GradientRelease:
         Raises:
             ConfigError: Gradients would be lost, or DDP would touch freed memory.
         """
-        if not self.memory.stays_readable and may_leave_out(self._model()):
+        model = self._model()
+        touched = model is not None and (model.gradient_as_bucket_view or may_leave_out(model))
+        if touched and not self.memory.stays_readable:
             raise ConfigError(
-                "release_gradients=True is not for find_unused_parameters=True or static_graph=True on this "
-                "device: DDP would write zeros into a bucket whose memory is given back. Leave one of them "
-                "out"
+                "release_gradients=True is not for gradient_as_bucket_view=True, find_unused_parameters=True "
+                "or static_graph=True on this device: DDP would touch a bucket whose memory is given back. "
+                "Leave one of them out"
             )
-        owned = self._parts.parameters
         for parameter in averaged:
-            if parameter.requires_grad and parameter not in owned:
+            if parameter.requires_grad and not any(parameter in one.places for one in self._parts):
                 raise ConfigError(
                     "release_gradients=True takes all gradients away, and no overlapped optimizer has the "
                     f"parameter of shape {tuple(parameter.shape)}: give its optimizer to overlap_optimizer "
                     "too, freeze it, or leave release_gradients out"
                 )
-
-    def wait_for(self, places: threading.Semaphore, device: torch.device) -> None:
-        """Wait until there is room for another bucket. After a wait that timed out, return at once."""
-        timeout = group_timeout(self._process_group, device) or default_group_timeout()
-        if self._limited and not places.acquire(timeout=timeout.total_seconds()):
-            # A slower average would fail anyway, and DDP would wait forever if the hook got no more buckets.
-            self._limited = False
-            warnings.warn(
-                f"a bucket was not averaged within {timeout}: the communication hook seems to wait for later "
-                "ones, so that release_gradients=True saves little. backward() no longer waits for it",
-                RuntimeWarning,
-                stacklevel=2,
-            )
 
 
 class ReleasedPass:
@@ -250,21 +232,26 @@ class ReleasedPass:
                 if is_used:
                     parameter.grad = view
 
-    def limit_backward(self, done: torch.futures.Future[Any], device: torch.device) -> None:
+    def limit_backward(self, done: torch.futures.Future[Any], device: torch.device) -> bool:
         """Let ``backward()`` go on once few enough buckets are in progress.
 
         Args:
             done: Completes when the bucket that was just handed over is stepped or has failed.
             device: The device of the bucket.
+
+        Returns:
+            Whether that was so within the time that an average may take.
         """
         places = self._places
         if done.done():  # on an accelerator a callback would take a stream
             places.release()
         else:
             done.add_done_callback(lambda _: places.release())
-        self._release.wait_for(places, device)
+        timeout = group_timeout(self._release.process_group, device) or default_group_timeout()
+        in_time = places.acquire(timeout=timeout.total_seconds())
         while len(self._events) > _IN_FLIGHT:
             self._events.popleft().synchronize()
+        return in_time
 
     def parts(self, gradients: BucketGradients) -> Iterator[list[torch.Tensor]]:
         """Yield a bucket's parameters in parts, to be stepped one by one; frees each part after its step.

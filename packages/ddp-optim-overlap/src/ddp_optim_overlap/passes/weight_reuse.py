@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,13 +60,10 @@ _DESCRIPTIONS = {
 }
 """Functions that are still allowed on a stepped parameter, because none depends on its values."""
 
-_watched_classes: dict[type, type] = {}
 
-
+@functools.cache
 def _watched_class(own: type) -> type:
-    if own not in _watched_classes:
-        _watched_classes[own] = type(own.__name__, (own,), {"__torch_function__": classmethod(_refuse)})
-    return _watched_classes[own]
+    return type(own.__name__, (own,), {"__torch_function__": classmethod(_refuse)})
 
 
 def _refuse(
