@@ -2,6 +2,7 @@
 
     python benchmarks/bench_quant_convergence.py           # everything; takes minutes, and needs scikit-learn
     python benchmarks/bench_quant_convergence.py digits --steps 50 --seeds 1 --output build/short.json
+    python benchmarks/bench_quant_convergence.py language --steps 2000 --output FILE  # an hour
     python benchmarks/bench_quant_convergence.py --feedback  # 8 bits with and without error feedback, alone
 
 Four real ranks on Gloo, DistributedDataParallel, several buckets a step. Two tasks:
@@ -16,7 +17,8 @@ another path: a nonzero difference by itself is not harmful (``training.against_
 Memory is what tensors take at the end of training beyond those of fp32, for each value, on the rank that has
 most: residuals, and the buffers of messages.
 
-Writes results/quant_convergence.json and .png; with --feedback results/feedback.json. The times show only the
+Writes results/quant_convergence.json and .png; with --feedback results/feedback.json. The run of 2,000 steps
+is results/quant_convergence_2000_steps.json. The times show only the
 order of magnitude, because all ranks share one machine.
 """
 
@@ -215,7 +217,8 @@ def compare(name: str, options: Namespace) -> Iterator[Found]:
     """Train a task with every configuration."""
     configurations = FEEDBACK if options.feedback else tuple(CONFIGURATIONS)
     wanted = (name, options.seeds, options.steps, configurations)
-    found = summarize(run_ranks(train_all, RANKS, *wanted, timeout=3600)[0], options.seeds, options.steps)
+    runs = run_ranks(train_all, RANKS, *wanted, timeout=3600 + 20 * options.steps)[0]
+    found = summarize(runs, options.seeds, options.steps)
     title = f"{name}: {found['parameters']} parameters, {options.steps} steps, {options.seeds} seed(s)"
     spread = found["fp32_standard_deviation_over_seeds"]
     print_losses(title, spread, found["configurations"], "held_out_loss")
