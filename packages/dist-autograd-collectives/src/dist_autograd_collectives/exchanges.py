@@ -166,9 +166,9 @@ def all_to_all_dim(
     who = members(group, grad)
     tensor = arguments.check_tensor("tensor", tensor)
     split_dim, cat_dim = (arguments.dimension(tensor.ndim, dim) for dim in (split_dim, cat_dim))
-    # The split dimension goes first, so that every part is contiguous in memory.
+    # The split dimension goes first, so that parts are contiguous in memory; the other one is at this place.
     shape = tensor.movedim(split_dim, 0).shape
-    place = 0 if cat_dim == split_dim else cat_dim + int(cat_dim < split_dim)  # of the other one then
+    place = 0 if cat_dim == split_dim else cat_dim + int(cat_dim < split_dim)
     lengths = arguments.split_sizes("input_sizes", shape[0], input_sizes, who)
     kept = [lengths[who.rank], *shape[1:]]
     known = arguments.known_sizes("output_sizes", kept[place], output_sizes, who)
