@@ -190,10 +190,10 @@ class FeedbackState(HookState):
 
         Raises:
             ValueError: There are residuals of a model, but no model is known, or it lacks a parameter.
-            RuntimeError: This process was forked while buckets were being averaged.
 
         Cost:
-            Waits for the buckets that are being averaged. A copy of the residuals.
+            Waits for the buckets that are being averaged; not in a fork of this process, so fork after
+            ``backward()``. A copy of the residuals.
         """
         of_tensors = self.feedback.of_tensors
         known: Mapping[str, Owner] = self.feedback.keys
