@@ -54,6 +54,7 @@ def _integers(rank):
     x = torch.tensor([1 + rank, 3])
     operations = ("sum", "avg", "max", ReduceOp.PRODUCT, "band", ReduceOp.BOR, "bxor")
     return {str(op): dac.all_reduce(x, op).tolist() for op in operations} | {
+        "object": dac.all_reduce(x, ReduceOp(ReduceOp.PRODUCT)).tolist(),
         "uint8": dac.all_reduce(torch.full((2,), 200 + 2 * rank, dtype=torch.uint8), "avg").tolist(),
         "uint32": dac.all_reduce(torch.full((2,), 2**31 + 4, dtype=torch.uint32), "avg").tolist(),
     }
@@ -63,7 +64,7 @@ def test_operations_on_integers_and_what_has_no_meaning():
     for found in run_ranks(_integers, 2, group_timeout=30):
         sums = {"sum": [3, 6], "avg": [1, 3], "max": [2, 3], str(ReduceOp.PRODUCT): [2, 9]}
         bits = {"band": [0, 3], str(ReduceOp.BOR): [3, 3], "bxor": [3, 0]}
-        assert found == sums | bits | {"uint8": [201, 201], "uint32": [2**31 + 4] * 2}
+        assert found == sums | bits | {"object": [2, 9], "uint8": [201, 201], "uint32": [2**31 + 4] * 2}
 
 
 SUMS_OF_GLOO = 40_002  # more than 64 KiB in 16 bits

@@ -93,6 +93,17 @@ WRONG = {
 }
 
 
+def _long_terms(rank):
+    return [_outcome("hook", {"names": ("ab" * (3 << 19))[own:]}) for own in (0, rank)]
+
+
+def test_terms_of_megabytes_that_differ_are_an_error_on_every_rank():
+    ranks = run_ranks(_long_terms, 3)  # the store takes the terms of each, but not all in one value
+    assert len({equal for equal, _ in ranks}) == len({different for _, different in ranks}) == 1
+    assert ranks[0][1].startswith("AgreementError: hook differs between ranks: names is 'abab")
+    assert ranks[0][1].endswith("ab ...")
+
+
 def _wrong_arguments(rank, wrong_rank):
     seen = {}
     for name, (wrong, _) in WRONG.items():

@@ -5,7 +5,10 @@ import ctypes
 import gc
 import os
 import pickle
+import signal
 import socket
+import sys
+import threading
 import time
 import warnings
 
@@ -16,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from dist_utils import AgreementError
+from dist_utils import AgreementError, OrderedWorker
 from dist_utils.comm_hooks import BucketWatch, HookState, completed_future, failed_future
 from dist_utils.testing import patience, run_ranks
 from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
@@ -145,6 +148,41 @@ def test_a_forked_process_neither_hangs_nor_sends():
     for text, total in run_ranks(_in_fork, 2):
         assert "forked" in text
         assert total == 2.0
+
+
+def _forks_of_a_busy_process(rank):
+    """Fork while another thread submits; return how many forks end by themselves."""
+    worker = OrderedWorker()
+    worker.submit(_sum).wait()
+    ending = threading.Event()
+
+    def submit():
+        while not ending.is_set():
+            worker.submit(lambda _: None)
+
+    thread = threading.Thread(target=submit)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # a fork comes in the middle of a call
+    thread.start()
+    codes = []
+    for _ in range(40):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(5)
+            worker.wait()
+            text = _text(worker.submit(_sum).wait)
+            os._exit("forked" not in text)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    ending.set()
+    thread.join()
+    sys.setswitchinterval(interval)
+    return codes
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_does_not_wait_for_what_a_thread_was_doing():
+    assert run_ranks(_forks_of_a_busy_process, 2) == [[0] * 40] * 2
 
 
 def _destroyed(rank, port):

@@ -4,6 +4,7 @@ Where no ``group_timeout`` is given, ranks that wait for a peer until the group'
 ``run_ranks``: they must hear of its error from it. Peers that die or hang: integration_tests/test_peers.py.
 """
 
+import dataclasses
 import gc
 import random
 import signal
@@ -340,7 +341,18 @@ def _exits(group):
     sys.exit(4)
 
 
-FAILURES = {_held: "another one", _exits: "SystemExit(4)"}
+@dataclasses.dataclass(frozen=True)
+class _ListingError(Exception):
+    """Takes no new attribute, and has one with the name of an exception group's."""
+
+    exceptions: list[str]
+
+
+def _lists(group):
+    raise _ListingError(["of", "texts"])
+
+
+FAILURES = {_held: "another one", _exits: "SystemExit(4)", _lists: "_ListingError"}
 
 
 def _fails(rank):
@@ -358,6 +370,7 @@ def _fails(rank):
 
         found.append(_error_of(worker.submit(job)))
         assert worker.error is not None
+        worker.wait()
         _wait_for_all(store_key=fail.__name__)  # the failed rank keeps its worker until then
     return found
 

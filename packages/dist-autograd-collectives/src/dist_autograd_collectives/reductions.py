@@ -37,7 +37,9 @@ class Reduction(NamedTuple):
         Raises:
             TypeError: ``op`` is not a reduce operation, or does not work on the tensor's dtype.
         """
-        name = op.upper() if isinstance(op, str) else op.name if isinstance(op, ReduceOp.RedOpType) else ""
+        # An object around an operation has it as an attribute.
+        kind = op if isinstance(op, (str, ReduceOp.RedOpType)) else getattr(op, "op", None)
+        name = kind.upper() if isinstance(kind, str) else getattr(kind, "name", "")
         if name not in _NAMES:
             raise TypeError(f"op must be a ReduceOp or one of {', '.join(_NAMES)} as a string, got {op!r}")
         if name in _BITWISE and _has_fractions(tensor):

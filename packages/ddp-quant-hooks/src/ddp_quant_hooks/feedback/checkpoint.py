@@ -182,10 +182,10 @@ class FeedbackState(HookState):
 
         Raises:
             ValueError: There are residuals of a model, but no model is known, or it lacks a parameter.
-            RuntimeError: This process was forked while buckets were being averaged.
 
         Cost:
-            Waits for the buckets that are being averaged. A copy of the residuals.
+            Waits for the buckets that are being averaged; not in a fork of this process, so fork after
+            ``backward()``. A copy of the residuals.
         """
         self.wait()
         kept, names = [*self.feedback.snapshot()], dict[int, str]()

@@ -6,11 +6,16 @@ future. So a kept error is a copy (:func:`same_error`), and so is each one that 
 
 from __future__ import annotations
 
+import builtins
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 # Python's own attributes: a user's class may hide them behind its own, which raise.
-_CAUSE, _CONTEXT = (vars(BaseException)[name] for name in ("__cause__", "__context__"))
+_CAUSE, _CONTEXT, _TRACEBACK = (
+    vars(BaseException)[name] for name in ("__cause__", "__context__", "__traceback__")
+)
+_GROUP: Any = getattr(builtins, "BaseExceptionGroup", None)  # from Python 3.11 on
 
 
 class OriginalTraceback(Exception):  # noqa: N818 - the cause of an error, not an error to catch
@@ -61,9 +66,17 @@ def drop_frames(error: BaseException) -> None:
         one = errors.pop()
         if one is not None and id(one) not in seen:
             seen.add(id(one))
-            traceback.clear_frames(one.__traceback__)
-            BaseException.with_traceback(one, None)
-            errors += [_CAUSE.__get__(one), _CONTEXT.__get__(one), *getattr(one, "exceptions", ())]
+            traceback.clear_frames(_TRACEBACK.__get__(one))
+            _TRACEBACK.__set__(one, None)
+            errors += [_CAUSE.__get__(one), _CONTEXT.__get__(one)]
+            if _GROUP is not None and issubclass(type(one), _GROUP):  # isinstance reads an attribute, too
+                errors += _GROUP.exceptions.__get__(one)
+
+
+def undo_raise(error: BaseException) -> None:
+    """Drop what raising an error has added to it: its frames, and the error that was handled there."""
+    _TRACEBACK.__set__(error, None)
+    _CONTEXT.__set__(error, None)
 
 
 def error_text(error: BaseException) -> str:

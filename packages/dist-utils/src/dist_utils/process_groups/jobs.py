@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dist_utils import torch_compat
-from dist_utils.process_groups.errors import FirstError, drop_frames, same_error
+from dist_utils.process_groups.errors import FirstError, drop_frames, same_error, undo_raise
 
 T = TypeVar("T")
 
@@ -148,8 +148,7 @@ def fail(done: torch.futures.Future[Any], error: BaseException) -> None:
     """Complete the first of a :func:`new_future` pair with a copy of this error."""
     held = same_error(error)
     done.set_exception(held)
-    # The callbacks have raised it by now, and their frames hold the future.
-    held.__traceback__ = held.__context__ = None
+    undo_raise(held)  # by callbacks, whose frames hold the future
 
 
 def _value(done: torch.futures.Future[T]) -> T:

@@ -233,10 +233,11 @@ class OrderedWorker:
 
     def _thread_for_jobs(self) -> WorkerThread:
         """Return the thread, which is started for the first job."""
-        with self._starting:
-            name = self.agree()
-            if self._thread is None:
-                self._thread = self._start_thread(name)
+        if self._thread is None:  # else without the lock, which nobody releases in a fork
+            with self._starting:
+                name = self.agree()
+                if self._thread is None:
+                    self._thread = self._start_thread(name)
         if self._closed:  # meanwhile
             self.close()
             raise RuntimeError(f"{self._name} is closed")

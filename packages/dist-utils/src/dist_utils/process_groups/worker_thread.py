@@ -71,8 +71,10 @@ class WorkerThread:
 
     def _put(self, item: Job[Any] | threading.Event) -> bool:
         """Queue something, if the thread is there to take it; in a fork of its process it is not."""
+        if not self._thread.is_alive():  # nobody may be there to release the lock either
+            return False
         with self._ending:
-            takes = not self._ended and self._thread.is_alive()
+            takes = not self._ended
             if takes:
                 self._jobs.put(item)
         return takes
