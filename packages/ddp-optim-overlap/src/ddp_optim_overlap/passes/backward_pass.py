@@ -254,6 +254,8 @@ class BackwardPass:
                 self._hidden += self._maybe_exposed
                 self._maybe_exposed = 0.0
             bucket.gradients.write(bucket.average.wait())
+        except OverlapError:
+            raise
         except Exception as error:
             text = f"bucket {bucket.index} was not averaged: {error_text(error)}"
             raise CommunicationError(text) from error
