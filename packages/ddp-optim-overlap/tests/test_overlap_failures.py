@@ -132,17 +132,17 @@ def _fail_after(average, future):
 
 @cases(
     {
-        "raises": ("raises", "not today"),
-        "future": ("future", "not today"),
-        "no tensor": ("no tensor", "must hold a tensor, got str"),
-        "another size": ("another size", "elements, got 9"),
-        "no future": ("no future", "must return a future, got float"),
+        "raises": ("raises", CommunicationError, "not today"),
+        "future": ("future", CommunicationError, "not today"),
+        "no tensor": ("no tensor", ConfigError, "must hold a tensor, got str"),
+        "another size": ("another size", ConfigError, "elements, got 9"),
+        "no future": ("no future", ConfigError, "must return a future, got float"),
     }
 )
-def check_hook_fails(how, words):
+def check_hook_fails(how, kind, words):
     job = Job()
     job.fails = how
-    report = job.require_raised(CommunicationError, words)
+    report = job.require_raised(kind, words)
     assert set(report.stepped) <= {0}, report
 
 

@@ -281,6 +281,8 @@ class BackwardPass:
                 hidden = self._report.seconds_hidden + self._maybe_exposed
                 self._report, self._maybe_exposed = replace(self._report, seconds_hidden=hidden), 0.0
             bucket.gradients.write(bucket.average.wait())
+        except OverlapError:
+            raise
         except Exception as error:
             text = f"bucket {bucket.index} was not averaged: {error_text(error)}"
             raise CommunicationError(text) from error

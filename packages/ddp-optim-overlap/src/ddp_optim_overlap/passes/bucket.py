@@ -135,15 +135,15 @@ class BucketGradients:
             average: A tensor with as many elements, of any dtype; or a list that starts with one.
 
         Raises:
-            TypeError, ValueError: It is anything else.
+            ConfigError: It is anything else.
         """
         first = average[0] if isinstance(average, (list, tuple)) and average else average
         if not isinstance(first, torch.Tensor):
-            raise TypeError(f"the hook's future must hold a tensor, got {type(average).__name__}")
+            raise ConfigError(f"the hook's future must hold a tensor, got {type(average).__name__}")
         if _same_memory(first, self.buffer):
             return
         if first.numel() != self.buffer.numel():
-            raise ValueError(
+            raise ConfigError(
                 f"the hook's future must hold a tensor of {self.buffer.numel()} elements, got {first.numel()}"
             )
         record_use(first)  # it may belong to the hook's stream, and is read on this one

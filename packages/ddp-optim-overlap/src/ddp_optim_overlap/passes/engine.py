@@ -208,15 +208,17 @@ class Engine:
         """Call the communication hook.
 
         Raises:
-            CommunicationError: It has failed, or has not returned a future. The pass steps no further.
+            CommunicationError: It has failed. The pass steps no further.
+            ConfigError: It has not returned a future, or ranks have other options. Likewise.
         """
         try:
             averaged = self._comm_hook(self._comm_state, bucket)
-            if not callable(getattr(averaged, "then", None)):
-                raise TypeError(f"it must return a future, got {type(averaged).__name__}")  # noqa: TRY301
         except Exception as error:
             text = f"the communication hook failed for bucket {bucket.index()}: {error_text(error)}"
-            raise CommunicationError(text) from error
+            kind = ConfigError if isinstance(error, AgreementError) else CommunicationError
+            raise kind(text) from error
+        if not callable(getattr(averaged, "then", None)):
+            raise ConfigError(f"the communication hook must return a future, got {type(averaged).__name__}")
         return averaged
 
     def _ddp_sends_last(self) -> bool:
