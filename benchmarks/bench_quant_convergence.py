@@ -18,8 +18,8 @@ Memory is what tensors take at the end of training beyond those of fp32, for eac
 most: residuals, and the buffers of messages.
 
 Writes results/quant_convergence.json and .png; with --feedback results/feedback.json. The run of 2,000 steps
-is results/quant_convergence_2000_steps.json. The times show only the
-order of magnitude, because all ranks share one machine.
+is results/quant_convergence_2000_steps.json. The times show only the order of magnitude, because all ranks
+share one machine.
 """
 
 from __future__ import annotations
