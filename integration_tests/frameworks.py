@@ -14,26 +14,26 @@ PAGE = pages.DOCS / "frameworks.md"
 STEPS = 6
 
 ON_GPUS = {
-    'accelerator="cpu", devices=2': 'accelerator="gpu", devices=1, num_nodes=2',
-    "Accelerator(cpu=True, ": "Accelerator(",
-    "        use_cpu=True,\n": "",
+    "Lightning": {'accelerator="cpu"': 'accelerator="gpu"', "devices=2": "devices=1, num_nodes=2"},
+    "Accelerate": {"Accelerator(cpu=True, ": "Accelerator("},
+    "Transformers": {"use_cpu=True,": ""},
 }
 """What the programs say for CPUs, and for two nodes with a GPU each."""
 
 
-def program(title, *, on_gpus=False):
-    """Return the names that a framework's program defines; its ``main()`` trains and returns statistics.
+def source(title, *, on_gpus=False):
+    """Return the program of a framework, with the changes of ``ON_GPUS`` if ``on_gpus``."""
+    text = (pages.DOCS / "examples" / f"{title.lower()}_training.py").read_text()
+    for old, new in ON_GPUS[title].items() if on_gpus else ():
+        before, after = text.split(old)  # it is there, once
+        text = before + new + after
+    return text
 
-    Args:
-        title: The framework.
-        on_gpus: With the changes of ``ON_GPUS``.
-    """
-    path = pages.DOCS / "examples" / f"{title.lower()}_training.py"
-    text = path.read_text()
-    for old, new in ON_GPUS.items() if on_gpus else ():
-        text = text.replace(old, new)
-    names: dict[str, Any] = {"__name__": path.stem}
-    exec(compile(text, path, "exec"), names)
+
+def program(title, *, on_gpus=False):
+    """Return the names that a framework's program defines; its ``main()`` trains and returns statistics."""
+    names: dict[str, Any] = {"__name__": f"{title.lower()}_training"}
+    exec(compile(source(title, on_gpus=on_gpus), title, "exec"), names)
     return names
 
 

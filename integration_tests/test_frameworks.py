@@ -1,5 +1,6 @@
 """Frameworks beside hooks and overlapped steps: the programs of docs/frameworks.md run, and bits stay."""
 
+import ast
 import functools
 import importlib.util
 import os
@@ -8,7 +9,7 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-from frameworks import FRAMEWORKS, ON_GPUS, PAGE, program
+from frameworks import FRAMEWORKS, ON_GPUS, PAGE, program, source
 from trainings import assert_same_bits
 
 from ddp_optim_overlap import ConfigError
@@ -167,6 +168,8 @@ def test_the_program_runs_on_two_nodes_with_a_gpu(name):
         assert device == ("cpu" if name == "Lightning" else "cuda")  # Lightning moves models back
 
 
-def test_what_differs_on_gpus_is_on_the_page():
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_what_differs_on_gpus_is_on_the_page_and_in_the_program(name):
     text = PAGE.read_text()
-    assert [line for line in ON_GPUS if line.strip(" ,\n") not in text] == []
+    assert [old for old in ON_GPUS[name] if old.strip(" ,") not in text] == []
+    ast.parse(source(name, on_gpus=True))

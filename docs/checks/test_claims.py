@@ -67,11 +67,14 @@ ms
 
 GPU_ROWS = {
     "`tensor.copy_`": "tensor.copy_",
-    "encode": "ours: encode",
+    "encode": "ours: encode, rotation",
+    "encode, `rotate=False`": "ours: encode",
     "decode": "ours: decode",
     "mean of 2": "ours: mean of 2",
-    "reduce a shard of 2": "ours: reduce, W = 2",
-    "reduce a shard of 8": "ours: reduce, W = 8",
+    "reduce a shard of 2": "ours: reduce, W = 2, rotation",
+    "reduce a shard of 2, `rotate=False`": "ours: reduce, W = 2",
+    "reduce a shard of 8": "ours: reduce, W = 8, rotation",
+    "reduce a shard of 8, `rotate=False`": "ours: reduce, W = 8",
     "PyTorch's own functions: encode": "PyTorch: encode, per channel",
     "PyTorch's own functions: decode": "PyTorch: decode, per channel",
 }
@@ -107,7 +110,8 @@ def test_the_stated_shares_of_a_copy_are_those_of_the_results():
     assert stands(
         Place("docs/gpu.md", ""), f"run at {min(whole):.2f} to {max(whole):.2f} of the speed of a copy"
     )
-    text = f"{ours['reduce, W = 2']:.2f} of a copy for two ranks, {ours['reduce, W = 8']:.2f} for eight"
+    shares = [f"{ours[f'reduce, W = {ranks}{how}']:.2f}" for how in (", rotation", "") for ranks in (2, 8)]
+    text = "{} of a copy for two ranks, {} for eight, and without rotation at {} and {}".format(*shares)
     assert stands(Place("docs/gpu.md", ""), text)
 
 

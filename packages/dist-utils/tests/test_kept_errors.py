@@ -80,6 +80,12 @@ class _FrozenError(Exception):
     where: str
 
 
+@pytest.mark.parametrize("original", [MemoryError("full"), FileNotFoundError(2, "none", "file")], ids=repr)
+def test_errors_that_their_arguments_do_not_make_are_copied_too(original):
+    copied = same_error(original)
+    assert (type(copied), str(copied)) == (type(original), str(original))
+
+
 def test_an_error_that_takes_no_attribute_is_copied_too():
     copied = same_error(_FrozenError("here"))
     drop_frames(copied)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 # Python's own attributes: a user's class may hide them behind its own, which raise.
-_CAUSE, _CONTEXT, _TRACEBACK = (
-    vars(BaseException)[name] for name in ("__cause__", "__context__", "__traceback__")
+_ARGS, _CAUSE, _CONTEXT, _TRACEBACK = (
+    vars(BaseException)[name] for name in ("args", "__cause__", "__context__", "__traceback__")
 )
 _GROUP: Any = getattr(builtins, "BaseExceptionGroup", None)  # from Python 3.11 on
 
@@ -86,7 +86,9 @@ def error_text(error: BaseException) -> str:
 
 def _copy(error: BaseException) -> Exception:
     try:
-        copied = type(error).__new__(type(error), *error.args)  # its constructor may take other arguments
+        # Its constructor may take other arguments. Those for pickle have the name of a file, too.
+        copied = type(error).__new__(type(error), *error.__reduce__()[1])
+        _ARGS.__set__(copied, error.args)  # MemoryError's __new__ does not
         copied.__dict__.update(error.__dict__)
         if isinstance(copied, Exception) and str(copied) == str(error):
             return copied
