@@ -151,7 +151,8 @@ def integration(session: nox.Session, torch: str) -> None:
         TESTED_ON_HOST.append(torch)
         env = {**env, "PYTHONPATH": os.pathsep.join(str(ROOT / source) for source in SOURCES)}
         tests += map(str, sorted(ROOT.glob("packages/*/tests/test_*_on_gpu.py")))
-        how = []  # its GPUs allow only one test at a time
+        # Its GPUs allow only one test at a time. A host's pytest-benchmark would warn with -n.
+        how = ["-p", "no:benchmark"]
     else:
         install(session, *GROUPS["demo"], *GROUPS["examples"], *GROUPS["side-by-side"], torch=torch)
     chosen = ["-m", "not exhaustive", *session.posargs]  # the last -m counts

@@ -19,6 +19,8 @@ README_CELLS = (
     "7M, 2 hosts, 0.1 Gbit/s",
     "7M, 2 hosts of 2 ranks, 0.2 Gbit/s",
     "7M, 2 hosts, 1 Gbit/s",
+    "7M, 4 hosts, 1 Gbit/s",
+    "7M, 2 hosts of 4 ranks, 1 Gbit/s",
     "7M, 2 hosts, 10 Gbit/s",
     "7M, 2 ranks, loopback",
     "60M, 2 hosts, 1 Gbit/s",
@@ -68,7 +70,7 @@ def heading(cells: dict[str, Any]) -> str:
     }
     when = {f"{run['tree']} ({run['date']})" for run in runs}
     several = "several runs of commits" if len(when) > 1 else "commit"
-    what = "ms for a training step; in brackets: how many times faster than plain DDP in the same turn. "
+    what = "ms for a training step; in parentheses: times as fast as plain DDP, by the median of turns. "
     return f"{what}{'; '.join(sorted(where))}, {several} {', '.join(sorted(when))}."
 
 
