@@ -3,8 +3,6 @@
 import dataclasses
 import enum
 import functools
-import logging
-import sys
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -144,7 +142,7 @@ def tensors_in(container):
         found.append(tensor)
         return tensor
 
-    apply_to_tensors(note, container, strict=True)
+    apply_to_tensors(note, container)
     return found
 
 
@@ -214,7 +212,7 @@ def test_dataclasses_are_copied_without_their_constructor():
 def test_pydantic_models_are_copied_without_validation():
     inner = Inner(image=torch.ones(2), more=torch.ones(1))
     inner._hidden = [torch.ones(3)]
-    result = apply_to_tensors(torch.neg, [inner], strict=True)[0]
+    result = apply_to_tensors(torch.neg, [inner])[0]
     assert result.model_fields_set == {"image", "more"}
     assert [result.image.sum(), result.more.sum(), result._hidden[0].sum()] == [-2, -1, -3]
     assert inner.image.sum() == 2
@@ -326,10 +324,10 @@ def test_three_hundred_levels(wrap):
     assert [tensor.item() for tensor in tensors_in(apply_to_tensors(double, nested))] == [2]
 
 
-def test_a_cycle_is_an_error_with_its_path():
+def test_a_cycle_is_an_error():
     inner = {"name": "x", "parts": [1, 2]}
     inner["parts"].append(inner)
-    with pytest.raises(ValueError, match=r"a dict contains itself, at container\[1\]\.a\['parts'\]\[2\]$"):
+    with pytest.raises(ValueError, match=r"^a dict contains itself$"):
         apply_to_tensors(double, [0, Plain(inner)])
 
 
@@ -367,23 +365,9 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("name", HOLDERS)
-def test_strict_refuses_tensors_out_of_reach_with_their_path(name):
-    if name == "generator" and sys.version_info < (3, 11):
-        pytest.skip("the garbage collector does not know a generator's variables")
+def test_what_is_no_container_is_left_alone(name):
     original = {"k": [0, HOLDERS[name](one())]}
-    place = r"container\['k'\]\[1\]" + (r"\.default_factory" if name == "factory" else "")
-    text = rf"^{place} holds a tensor out of reach \(\w+( -> \w+)* -> (Tensor|Parameter)\): use register"
-    with pytest.raises(TypeError, match=text):
-        apply_to_tensors(double, original, strict=True)
-    assert apply_to_tensors(double, original) is original  # without strict it is left alone
-
-
-def test_strict_accepts_what_holds_no_tensor():
-    logging.getLogger("a").tensor = one()  # not the object's own
-    loop = Hidden(log=logging.getLogger("a"), name="a", device=torch.device("cpu"), fn=double)
-    loop.me = loop
-    harmless = [loop, range(3), slice(1), iter("ab"), (x for x in "ab"), len, torch, Plain, print, None]
-    assert apply_to_tensors(double, [harmless, one()], strict=True)[0] is harmless
+    assert apply_to_tensors(double, original) is original
 
 
 class Lazy:
@@ -401,7 +385,7 @@ class LazyChild(Lazy):
 
 def test_a_registered_class_and_its_subclasses_are_walked():
     register_container(Lazy)
-    assert apply_to_tensors(double, [Lazy([one()])], strict=True)[0].parts[0].item() == 2
+    assert apply_to_tensors(double, [Lazy([one()])])[0].parts[0].item() == 2
     changed = apply_to_tensors(double, LazyChild())
     assert (type(changed), changed.parts[0].item(), changed.label) == (LazyChild, 6, "lazy")
     register_container(Lazy, lambda lazy: lazy.parts, lambda _, parts: Lazy([*parts, "again"]))
@@ -410,7 +394,7 @@ def test_a_registered_class_and_its_subclasses_are_walked():
     assert apply_to_tensors(double, unchanged) is unchanged
     looped = Lazy([1])
     looped.parts.append(looped)
-    with pytest.raises(ValueError, match=r"Lazy contains itself, at container\[1\]"):
+    with pytest.raises(ValueError, match="Lazy contains itself"):
         apply_to_tensors(double, looped)
 
 
@@ -442,9 +426,7 @@ def test_tensordicts_and_tensorclasses_by_the_recipe_of_register_container():
     register_container(tensordict.TensorDict, lambda old: old.values(), unflatten)
     inner = tensordict.TensorDict({"b": torch.ones(3, 2)}, batch_size=[3])
     original = tensordict.TensorDict({"a": torch.ones(3), "n": inner}, batch_size=[3])
-    changed, batch = apply_to_tensors(
-        double, [original, Batch(torch.ones(3), "n", batch_size=[3])], strict=True
-    )
+    changed, batch = apply_to_tensors(double, [original, Batch(torch.ones(3), "n", batch_size=[3])])
     assert (changed["a"].sum(), changed["n", "b"].sum(), changed.batch_size) == (6, 12, (3,))
     assert (type(batch), batch.x.sum(), batch.name, batch.batch_size) == (Batch, 6, "n", (3,))
 
@@ -480,9 +462,8 @@ def test_under_compile_other_containers_break_the_graph_and_are_right():
     hidden = Hidden(weight=one())
     derived = Derived(one(), one())
     derived.late = one()
-    fn = torch.compile(lambda batch, strict: apply_to_tensors(double, batch, strict=strict), backend="eager")
-    queue, changed = fn([deque([one()], maxlen=3), derived], False)
+    fn = torch.compile(lambda batch: apply_to_tensors(double, batch), backend="eager")
+    queue, changed = fn([deque([one()], maxlen=3), derived])
     assert repr(queue) == "deque([tensor([2.])], maxlen=3)"
     assert (changed.a.item(), changed.b.item(), changed.late.item()) == (2, 6, 2)
-    with pytest.raises(TypeError, match="holds a tensor out of reach"):
-        fn([one(), hidden], True)
+    assert fn([one(), hidden])[1] is hidden

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.profiler import profile
 
 from dist_utils import OrderedWorker, torch_compat
@@ -26,13 +27,13 @@ def _collectives(rank):
     torch_compat.all_gather_single(gathered_async, mine, async_op=True).wait()
     part = torch.empty(1, dtype=torch.int64)
     torch_compat.reduce_scatter_single(part, mine)
-    traceable, name = torch_compat.traceable_collective, world.group_name
+    start, name = torch_compat.start_traceable_collective, world.group_name
     return {
         "all_gather": (gathered.tolist(), gathered_async.tolist()),
         "reduce_scatter": part.tolist(),
-        "all_reduce": traceable("all_reduce", mine, "sum", name).tolist(),
-        "all_to_all": traceable("all_to_all_single", mine, [1, 1], [1, 1], name).tolist(),
-        "traceable gather": traceable("all_gather_into_tensor", mine, 2, name).tolist(),
+        "all_reduce": start("all_reduce", mine, "sum", name)().tolist(),
+        "all_to_all": start("all_to_all_single", mine, [1, 1], [1, 1], name)().tolist(),
+        "traceable gather": start("all_gather_into_tensor", mine, 2, name)().tolist(),
         "timeout": torch_compat.group_timeout(world, torch.device("cpu")),
         "no backend": torch_compat.group_timeout(world, torch.device("meta")),
     }
@@ -47,7 +48,7 @@ def test_collectives_under_one_name():
             "all_to_all": [[0, 1], [10, 11]][rank],
             "traceable gather": [0, 10, 1, 11],
             "timeout": timedelta(seconds=33),
-            "no backend": None,
+            "no backend": default_pg_timeout,
         }
 
 
@@ -138,7 +139,6 @@ def test_the_package_can_be_imported_without_any_private_name():
 
 USES = {
     "_current_graph_task_id": ("torch._C", torch_compat.inside_backward),
-    "_current_autograd_node": ("torch._C", torch_compat.in_final_callback),
     "_engine_run_backward": ("torch.autograd.graph", torch_compat.inside_nested_backward),
     "_ExperimentalConfig": ("torch._C._profiler", torch_compat.every_thread),
     "is_batchedtensor": ("torch._C._functorch", lambda: torch_compat.transformed_as(torch.ones(1))),

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from ddp_compress_hooks.averaging import encode
 from ddp_compress_hooks.state import Clamp, CompressState
 from dist_utils.comm_hooks import clamp_mean
-from dist_utils.torch_compat import traceable_collective
+from dist_utils.torch_compat import start_traceable_collective
 
 
 def average(
@@ -33,7 +33,7 @@ def average(
     if in_fp32:
         mean = _exchange_sums(share, group, state.clamp)
     else:
-        mean = traceable_collective("all_reduce", share, "sum", group.group_name)
+        mean = start_traceable_collective("all_reduce", share, "sum", group.group_name)()
     return gradient.copy_(clamp_mean(mean, gradient.dtype))
 
 
@@ -42,10 +42,10 @@ def _exchange_sums(share: torch.Tensor, group: dist.ProcessGroup, clamp: Clamp |
     world_size = group.size()
     padded = pad(share.flatten(), (0, -share.numel() % world_size))
     splits = [padded.numel() // world_size] * world_size
-    received = traceable_collective("all_to_all_single", padded, splits, splits, group.group_name)
+    received = start_traceable_collective("all_to_all_single", padded, splits, splits, group.group_name)()
     total = received.view(world_size, -1).sum(0, dtype=torch.float32)
     if clamp is not None:
         total = clamp(total, torch.finfo(share.dtype).max)
     shard = total.to(share.dtype)
-    gathered = traceable_collective("all_gather_into_tensor", shard, world_size, group.group_name)
+    gathered = start_traceable_collective("all_gather_into_tensor", shard, world_size, group.group_name)()
     return gathered[: share.numel()].view_as(share)

@@ -33,13 +33,10 @@ __all__ = [
     "MissingTorchFeatureError",
     "after_backward",
     "all_gather_single",
-    "before_end_of_backward",
-    "default_group_timeout",
     "default_store",
     "every_thread",
     "graph_task_id",
     "group_timeout",
-    "in_final_callback",
     "inside_backward",
     "inside_nested_backward",
     "private",
@@ -48,7 +45,6 @@ __all__ = [
     "start_traceable_collective",
     "surrounding_nodes",
     "tensor_version",
-    "traceable_collective",
     "transformed_as",
 ]
 
@@ -132,29 +128,6 @@ def inside_nested_backward() -> bool:
     return any(True for _ in surrounding_nodes())
 
 
-def in_final_callback() -> bool:
-    """Return whether this thread's backward pass has run all its nodes, with only final callbacks left.
-
-    DDP hands over the buckets of the first pass of a static graph there, all as bucket 0, and waits for
-    them at once. No public name up to torch 2.15.
-    """
-    node = private("torch._C", "_current_autograd_node", "the first pass of a static graph")
-    return inside_backward() and node() is None
-
-
-def before_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when this thread's backward pass has computed everything without an error.
-
-    If a communication hook calls this, ``callback`` runs before DistributedDataParallel ends its reduction,
-    which DDP queues when its last communication hook has returned. See :func:`after_backward` for the rest.
-    """
-    queue = getattr(torch.autograd.graph, "queue_callback", None)
-    if queue is None:
-        engine = private(torch.autograd.Variable, "_execution_engine", "the end of a backward pass")
-        queue = engine.queue_callback
-    queue(callback)
-
-
 def after_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward pass that this thread is running has ended without an error.
 
@@ -164,9 +137,13 @@ def after_backward(callback: Callable[[], None]) -> None:
 
     ``torch.autograd.graph.queue_callback`` where it exists (2.15), else its private predecessor.
     """
+    queue = getattr(torch.autograd.graph, "queue_callback", None)
+    if queue is None:
+        engine = private(torch.autograd.Variable, "_execution_engine", "the end of a backward pass")
+        queue = engine.queue_callback
     # DDP queues its own end as soon as its last communication hook has returned. A callback that is queued by
     # a callback runs after it.
-    before_end_of_backward(lambda: before_end_of_backward(callback))
+    queue(lambda: queue(callback))
 
 
 GROUPS_END_WITHOUT_GIL: bool = hasattr(dist.ProcessGroup, "shutdown")
@@ -175,8 +152,8 @@ joins Gloo's threads while it holds the GIL, and such a thread may be waiting fo
 collective's tensors: a deadlock (seen with 2.6.0 in every long run; never with 2.9.1 or newer)."""
 
 
-def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Return how long a collective of ``group`` on ``device`` may take, or ``None`` if torch does not say.
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Return how long a collective of ``group`` on ``device`` may take; torch's default if it does not say.
 
     ``new_group`` gives a new group its backend's default timeout, not that of the group it is made
     from, so a private group needs this. No public name up to torch 2.15.
@@ -184,14 +161,9 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta |
     try:
         backend = private(group, "_get_backend", "the timeout of a process group")(device)
     except RuntimeError:  # no backend of this group serves the device
-        return None
+        backend = None
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-    return timeout if isinstance(timeout, timedelta) else None
-
-
-def default_group_timeout() -> timedelta:
-    """Return how long collectives may take by default. No public name up to torch 2.15."""
-    return distributed_c10d.default_pg_timeout
+    return timeout if isinstance(timeout, timedelta) else distributed_c10d.default_pg_timeout
 
 
 def default_store() -> Store:
@@ -238,11 +210,6 @@ def start_traceable_collective(
     started = private(operators, name, purpose)(tensor, *arguments)
     wait: Callable[[torch.Tensor], torch.Tensor] = private(operators, "wait_tensor", purpose)
     return lambda: wait(started)
-
-
-def traceable_collective(name: str, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """Return the result of :func:`start_traceable_collective` at once."""
-    return start_traceable_collective(name, tensor, *arguments)()
 
 
 _NO_RANGE: contextlib.AbstractContextManager[object] = contextlib.nullcontext()

@@ -21,7 +21,7 @@ from ddp_optim_overlap.model import averaged_parameters, may_leave_out
 from ddp_optim_overlap.optimizers.partial_steps import PartialSteps
 from ddp_optim_overlap.passes.bucket import BucketGradients
 from dist_utils.process_groups import record_use
-from dist_utils.torch_compat import default_group_timeout, group_timeout
+from dist_utils.torch_compat import group_timeout
 
 _IN_FLIGHT = 2
 """Buckets that may be averaged or stepped while backward() continues. With the bucket that fills up and the
@@ -247,7 +247,7 @@ class ReleasedPass:
             places.release()
         else:
             done.add_done_callback(lambda _: places.release())
-        timeout = group_timeout(self._release.process_group, device) or default_group_timeout()
+        timeout = group_timeout(self._release.process_group, device)
         in_time = places.acquire(timeout=timeout.total_seconds())
         while len(self._events) > _IN_FLIGHT:
             self._events.popleft().synchronize()

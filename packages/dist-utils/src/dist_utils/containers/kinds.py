@@ -94,12 +94,6 @@ class Kind:
         """Return what an object holds."""
         return [*self.flatten(obj), *self._attributes(obj).values()]
 
-    def names(self, obj: Any) -> list[str]:
-        """Return the name of each child in a path."""
-        keys = self.base.keys(obj) if self.is_dict else range(len(list(self.flatten(obj))))
-        attributes = [key if isinstance(key, str) else key.__name__ for key in self._attributes(obj)]
-        return [f"[{key!r}]" for key in keys] + [f".{name}" for name in attributes]
-
     def rebuild(self, obj: Any, children: list[Any]) -> Any:
         """Return a new object with other children than the original's."""
         attributes = self._attributes(obj)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
-import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from operator import is_
-from types import FrameType, FunctionType, ModuleType
 from typing import Any, TypeVar, overload
 
 import torch
@@ -19,25 +16,19 @@ from dist_utils.containers.kinds import KINDS, TENSOR, Kind
 Q = TypeVar("Q")
 T = TypeVar("T")
 
-
-# Where the search for tensors out of reach ends. Loggers lead to everything that any handler holds.
-_HOLDS_NOTHING = (type(None), int, float, complex, str, bytes, type, ModuleType, FrameType, logging.Logger)
-
 _opaque_walk: Any = None
 """The walk, hidden from Dynamo."""
 
 
 @overload
-def apply_to_tensors(
-    fn: Callable[[torch.Tensor], Q], container: torch.Tensor, *, strict: bool = ...
-) -> Q: ...
+def apply_to_tensors(fn: Callable[[torch.Tensor], Q], container: torch.Tensor) -> Q: ...
 
 
 @overload
-def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: T, *, strict: bool = ...) -> T: ...
+def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: T) -> T: ...
 
 
-def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any, *, strict: bool = False) -> Any:
+def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
     """Replace every tensor in nested containers with ``fn(tensor)``.
 
     Walks list, tuple, dict, set, frozenset, deque and every subclass of them (``OrderedDict``,
@@ -54,7 +45,6 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any, *, stric
     - What a ``cached_property`` has computed is an attribute like any other: ``fn`` is called with its
       tensors, and it is not computed again.
     - Dictionary keys are left alone, and so is any other object: modules, generators, your own classes.
-      With ``strict`` it is an error if a key or such an object holds a tensor.
     - While ``torch.compile`` traces, lists, tuples, dictionaries, named tuples and dataclasses that hold only
       what their constructors take are part of the graph. The constructors build them, once for each
       occurrence. Other containers break the graph.
@@ -64,17 +54,13 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any, *, stric
         fn: Called with each tensor. It may return anything, including the tensor itself. In a set, equal
             results become one.
         container: What to walk. A lone tensor gives ``fn(tensor)``.
-        strict: Refuse objects that hold tensors out of reach. Looks at whatever the garbage collector says
-            an object refers to (attributes, slots, items, iterators), and at defaults and closures of
-            functions; not at globals of functions, loggers, or NumPy arrays of objects.
 
     Returns:
         An object like ``container``.
 
     Raises:
-        ValueError: A container contains itself; the message has the path.
-        TypeError: A container that changes has state that only its constructor can make. With ``strict``: an
-            object holds a tensor out of reach; the message has the path.
+        ValueError: A container contains itself.
+        TypeError: A container that changes has state that only its constructor can make.
         RecursionError: Containers are nested deeper than Python's stack allows; 300 levels are safe.
 
     Cost:
@@ -89,23 +75,21 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any, *, stric
         {'x': [tensor([-1., -1.])], 'name': 'a'}
     """
     if torch.compiler.is_dynamo_compiling():
-        return _trace(fn, container, strict)
-    return _walk_untraced(fn, container, strict)
+        return _trace(fn, container)
+    return _walk_untraced(fn, container)
 
 
 class _Walk:
     """One walk: what has replaced what so far, and where the walk is."""
 
-    def __init__(self, fn: Callable[[torch.Tensor], Any], strict: bool) -> None:
+    def __init__(self, fn: Callable[[torch.Tensor], Any]) -> None:
         self.fn = fn
-        self.strict = strict
-        self.searched: dict[int, Any] = {}
         # What replaces an object, by its id. No id is reused, because the lists in ``walked`` keep all
         # children alive, even those that exist only while we look.
         self.results: dict[int, Any] = {}
         self.walked: list[list[Any]] = []
-        # By id too, the containers between the first one and where the walk is, each inside the one before.
-        self.open: dict[int, tuple[Any, Kind, list[Any]]] = {}
+        self.open: set[int] = set()
+        """The containers between the first one and where the walk is, by id."""
 
     def visit(self, obj: Any) -> Any:
         """Return what replaces an object."""
@@ -114,7 +98,6 @@ class _Walk:
             return self.results[key]
         kind = KINDS[type(obj)]
         if kind is None:
-            self.refuse_tensors_in(obj, obj)
             return obj
         result = self.results[key] = self.fn(obj) if kind is TENSOR else self.descend(obj, kind)
         return result
@@ -122,72 +105,44 @@ class _Walk:
     def descend(self, obj: Any, kind: Kind) -> Any:
         """Return a container with new contents, or the same one if nothing in it changed."""
         if id(obj) in self.open:
-            raise ValueError(f"a {type(obj).__qualname__} contains itself, at {self.path_to(obj)}")
-        if isinstance(obj, dict):
-            self.refuse_tensors_in(list(dict.keys(obj)), obj)
+            raise ValueError(f"a {type(obj).__qualname__} contains itself")
         children, replaced = kind.children(obj), []
         self.walked.append(children)
-        self.open[id(obj)] = obj, kind, children
+        self.open.add(id(obj))
         for child in children:
             replaced.append(self.visit(child))  # noqa: PERF401 - before Python 3.12 that is one frame more
-        del self.open[id(obj)]
+        self.open.remove(id(obj))
         return obj if all(map(is_, children, replaced)) else kind.rebuild(obj, replaced)
 
-    def path_to(self, obj: Any) -> str:
-        """Return the path to a child of the innermost open container, or to the first container."""
-        places = list(self.open.values())
-        path, inner = "container", [*(holder for holder, _, _ in places[1:]), obj]
-        for (holder, kind, children), child in zip(places, inner, strict=False):
-            named = zip(kind.names(holder), children, strict=True)
-            path += next(name for name, value in named if value is child)
-        return path
 
-    def refuse_tensors_in(self, held: Any, owner: Any) -> None:
-        """Raise an error if the walk is strict and ``held``, which ``owner`` holds, leads to a tensor."""
-        waiting = [(type(owner).__qualname__, held)] if self.strict else []
-        while waiting:
-            chain, holder = waiting.pop()
-            if isinstance(holder, torch.Tensor):
-                raise TypeError(
-                    f"{self.path_to(owner)} holds a tensor out of reach ({chain}): use register_container "
-                    "for its class, or take the tensor out"
-                )
-            if not isinstance(holder, _HOLDS_NOTHING) and id(holder) not in self.searched:
-                self.searched[id(holder)] = holder
-                referents = gc.get_referents(holder)
-                if isinstance(holder, FunctionType):  # not what its globals lead to
-                    referents = [holder.__defaults__, holder.__kwdefaults__, holder.__closure__]
-                waiting += [(f"{chain} -> {type(value).__qualname__}", value) for value in referents]
+def _walk(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
+    return _Walk(fn).visit(container)
 
 
-def _walk(fn: Callable[[torch.Tensor], Any], container: Any, strict: bool) -> Any:
-    return _Walk(fn, strict).visit(container)
-
-
-def _walk_untraced(fn: Callable[[torch.Tensor], Any], container: Any, strict: bool) -> Any:
+def _walk_untraced(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
     # Dynamo may trace the walk too, and gets some containers wrong. It is not imported just to be disabled.
     global _opaque_walk  # noqa: PLW0603 - Dynamo may trace this, so no functools.cache
     if _opaque_walk is None and "torch._dynamo" in sys.modules:
         _opaque_walk = torch.compiler.disable(_walk)  # type: ignore[no-untyped-call]
-    return (_opaque_walk or _walk)(fn, container, strict)
+    return (_opaque_walk or _walk)(fn, container)
 
 
-def _trace(fn: Callable[[torch.Tensor], Any], obj: Any, strict: bool) -> Any:
+def _trace(fn: Callable[[torch.Tensor], Any], obj: Any) -> Any:
     """Walk plain containers in a form that ``torch.compile`` can trace, and leave others to the walk."""
     if isinstance(obj, torch.Tensor):
         return fn(obj)
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):
-        return type(obj)(*[_trace(fn, value, strict) for value in obj])
+        return type(obj)(*[_trace(fn, value) for value in obj])
     if type(obj) in (list, tuple):
-        return type(obj)([_trace(fn, value, strict) for value in obj])
+        return type(obj)([_trace(fn, value) for value in obj])
     if type(obj) in (dict, OrderedDict):
-        return type(obj)([(key, _trace(fn, value, strict)) for key, value in obj.items()])
+        return type(obj)([(key, _trace(fn, value)) for key, value in obj.items()])
     if isinstance(obj, (type(None), bool, int, float, complex, str, torch.dtype, torch.device)):
         return obj
     if _is_made_of_its_arguments(obj):
         names = [field.name for field in dataclasses.fields(obj)]
-        return type(obj)(**{name: _trace(fn, getattr(obj, name), strict) for name in names})
-    return _walk_untraced(fn, obj, strict)
+        return type(obj)(**{name: _trace(fn, getattr(obj, name)) for name in names})
+    return _walk_untraced(fn, obj)
 
 
 def _is_made_of_its_arguments(obj: Any) -> bool:

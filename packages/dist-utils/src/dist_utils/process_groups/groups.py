@@ -173,8 +173,7 @@ def collective_device(group: dist.ProcessGroup) -> torch.device:
 
 def timeout_seconds(group: dist.ProcessGroup) -> float:
     """Return how long a collective of ``group`` may take; torch's default if the group does not say."""
-    limit = torch_compat.group_timeout(group, collective_device(group))
-    return (limit or torch_compat.default_group_timeout()).total_seconds()
+    return torch_compat.group_timeout(group, collective_device(group)).total_seconds()
 
 
 _spare: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()

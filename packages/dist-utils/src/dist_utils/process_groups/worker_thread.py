@@ -127,7 +127,7 @@ def new_private_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     kinds = {part.partition(":")[2] or part for part in backend.split(",")}
     if len(kinds) == 1:  # else it has no default backend, and warns about that at its end
         (backend,) = kinds
-    timeout = torch_compat.group_timeout(group, torch.device("cpu")) or torch_compat.default_group_timeout()
+    timeout = torch_compat.group_timeout(group, torch.device("cpu"))
     purpose = "groups of a worker's own"
     helper = torch_compat.private("torch.distributed.distributed_c10d", "_new_process_group_helper", purpose)
     world = torch_compat.private("torch.distributed.distributed_c10d", "_world", purpose)
