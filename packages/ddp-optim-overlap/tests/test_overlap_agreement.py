@@ -88,7 +88,7 @@ def check_limits_of_norms(kind):
     with pytest.raises(RuntimeError, match=words):
         backward(ddp, batches(1)[0])
     for call in (handle.wait, optimizer.step):
-        with pytest.raises(OverlapError, match=words):
+        with pytest.raises(ConfigError, match=words):
             call()
     assert_same(snapshot(ddp), before)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ddp_optim_overlap.report import StepReport
+from dist_utils import AgreementError
 
 
 class OverlapError(RuntimeError):
@@ -51,3 +52,9 @@ class DoubleBackwardError(OverlapError):
 
 class WeightReuseError(OverlapError):
     """The backward pass reads a parameter that it has already stepped."""
+
+
+def kind_of_failure(error: Exception) -> type[ConfigError | CommunicationError]:
+    """Return the type for an error of the communication: the program is wrong if all came and differ."""
+    differ = isinstance(error, AgreementError) and not error.missing
+    return ConfigError if differ else CommunicationError

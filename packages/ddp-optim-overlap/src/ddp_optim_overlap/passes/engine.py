@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_optim_overlap.errors import CommunicationError, ConfigError, OverlapError, StepError
+from ddp_optim_overlap.errors import ConfigError, OverlapError, StepError, kind_of_failure
 from ddp_optim_overlap.model import may_leave_out, require_ddp_options
 from ddp_optim_overlap.passes.backward_pass import NAME, BackwardPass, PassKind, PassStage, Stepper
 from ddp_optim_overlap.passes.bucket import Bucket, KnownBuckets, average_of
@@ -197,7 +197,7 @@ class Engine:
         done = current.take(worker, taken, last=last)
         if not current.released.limit_backward(done, gradients.buffer.device):
             current.fail(  # and goes on: the hook may wait for later buckets
-                CommunicationError(
+                ConfigError(
                     "a bucket was not averaged in time: if the communication hook waits for later buckets, "
                     "leave release_gradients out"
                 )
@@ -209,14 +209,13 @@ class Engine:
 
         Raises:
             CommunicationError: It has failed. The pass steps no further.
-            ConfigError: It has not returned a future, or ranks have other options. Likewise.
+            ConfigError: It has not returned a future, or ranks differ. Likewise.
         """
         try:
             averaged = self._comm_hook(self._comm_state, bucket)
         except Exception as error:
             text = f"the communication hook failed for bucket {bucket.index()}: {error_text(error)}"
-            kind = ConfigError if isinstance(error, AgreementError) else CommunicationError
-            raise kind(text) from error
+            raise kind_of_failure(error)(text) from error
         if not callable(getattr(averaged, "then", None)):
             raise ConfigError(f"the communication hook must return a future, got {type(averaged).__name__}")
         return averaged
@@ -350,7 +349,7 @@ def _require_agreement(compare: Callable[[], object]) -> None:
     try:
         compare()
     except (AgreementError, dist.DistError) as error:
-        raise ConfigError(error_text(error)) from error
+        raise kind_of_failure(error)(error_text(error)) from error
 
 
 class _TaskMark:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from ddp_optim_overlap.errors import CommunicationError, OverlapError
+from ddp_optim_overlap.errors import OverlapError, kind_of_failure
 from ddp_optim_overlap.report import StepReport
 from dist_utils import OrderedWorker
 
@@ -47,7 +47,7 @@ class OverlapState:
         error = None if self._worker is None else self._worker.error
         if error is None or isinstance(error, OverlapError):
             return error
-        failure = CommunicationError(str(error), self.report)
+        failure = kind_of_failure(error)(str(error), self.report)
         failure.__cause__ = error
         return failure
 
