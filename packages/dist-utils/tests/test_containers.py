@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import functools
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -335,32 +335,14 @@ class Hidden:
     def __init__(self, **attributes):
         self.__dict__.update(attributes)
 
-    def look(self):
-        return self
-
-
-class Slotted:
-    __slots__ = ("weight",)
-
-    def __init__(self, weight):
-        self.weight = weight
-
 
 HOLDERS = {
     "attributes": lambda t: Hidden(inner=Hidden(weight=t)),
-    "items of an attribute": lambda t: Hidden(parts={"a": (0, t)}),
-    "slot": Slotted,
     "module": lambda _: torch.nn.Linear(1, 1, bias=False),
     "iterator": lambda t: iter([t]),
     "view": lambda t: {1: t}.values(),
-    "mapping proxy": lambda t: MappingProxyType({1: t}),
-    "partial": lambda t: functools.partial(double, t),
-    "generator": lambda t: (x for x in (t,)),
     "closure": lambda t: lambda: t,
-    "default": lambda t: lambda x=t: x,
-    "method": lambda t: Hidden(weight=t).look,
     "key": lambda t: {(t,): 1},
-    "factory": lambda t: defaultdict(lambda: t),
 }
 
 
