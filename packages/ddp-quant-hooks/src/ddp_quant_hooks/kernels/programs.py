@@ -261,8 +261,10 @@ def _write(file: Path, code: bytes) -> None:
     """Keep code in a file, for this user alone; other processes see all of it or nothing."""
     try:
         make_own_folder(file.parent)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
-            part.write(hashlib.sha256(code).digest() + code)
-        Path(part.name).replace(file)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:  # nothing is left if writing fails
+            part = Path(folder) / file.name
+            part.touch(mode=0o600)
+            part.write_bytes(hashlib.sha256(code).digest() + code)
+            part.replace(file)
     except OSError as error:
         _log.warning("a compiled kernel is not kept on disk: %s", error)
