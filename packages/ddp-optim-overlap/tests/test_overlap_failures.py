@@ -490,19 +490,26 @@ def test_ranks_that_go_on_in_different_iterations_are_told(again):
         assert any("backward passes of the model is" in error for error in errors[1:]), errors
 
 
+def _workers():
+    return [one.name for one in threading.enumerate() if one.name == "ddp-optim-overlap"]
+
+
+def _await_end_of_workers():
+    deadline = time.monotonic() + patience(20.0)
+    while _workers():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def _threads(_):
     """However the overlap ends, its thread ends, too."""
     found = []
-
-    def alive():
-        return [one.name for one in threading.enumerate() if one.name == "ddp-optim-overlap"]
-
     for how in ("remove", "garbage", "error", "destroyed"):
         ddp = make_ddp()
         optimizer = adamw(ddp)
         handle = overlap_optimizer(ddp, optimizer)
         backward(ddp, batches(1)[0])
-        found.append(len(alive()))
+        found.append(len(_workers()))
         gone = weakref.ref(ddp)
         if how == "remove":
             handle.remove()
@@ -514,13 +521,30 @@ def _threads(_):
         del ddp, handle
         gc.collect()
         assert gone() is None
-        deadline = time.monotonic() + patience(20.0)
-        while alive():
-            assert time.monotonic() < deadline, how
-            time.sleep(0.01)
+        _await_end_of_workers()
         optimizer.step()  # works, and finds the last pass's step done
     return found
 
 
 def test_no_thread_is_left():
     assert run_ranks(_threads, 2, timeout=90) == [[1, 1, 1, 1]] * 2
+
+
+def _trains_without_groups(rank):
+    ddp, optimizer, handle = start(sgd)
+    train_on(ddp, optimizer, batches(2))
+    handle.wait()
+    before = snapshot(ddp)
+    dist.destroy_process_group()
+    _await_end_of_workers()
+    with pytest.raises(RuntimeError, match="was destroyed"):
+        backward(ddp, batches(1, rank)[0])
+    for call in (optimizer.step, handle.wait):
+        with pytest.raises(CommunicationError, match="was destroyed.*no parameter was stepped"):
+            call()
+    return changed(ddp, before)
+
+
+@needs_ends_of_groups
+def test_a_pass_after_the_groups_were_destroyed_is_an_error_of_the_communication():
+    assert run_ranks(_trains_without_groups, 2, timeout=60) == [[], []]
