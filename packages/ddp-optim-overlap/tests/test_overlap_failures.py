@@ -239,6 +239,35 @@ def check_an_error_stays_until_remove(how, words, again):
         assert_same(assert_stepped(handle).number, 4)
 
 
+def _late_change(job):
+    group = job.optimizer.param_groups[0]
+    backward(job.ddp, batches(1)[0])
+    group["lr"], job.undo = 0.2, partial(group.update, lr=0.1)
+
+
+@cases({how.__name__.strip("_"): (how,) for how in (_late_change, _victim, _fails)})
+def check_no_step_uses_the_gradients_of_a_failed_pass_again(how):
+    """Neither that of the class before remove(), nor step() after it: some buckets are stepped, or all."""
+    job = Job()
+    ddp, optimizer, job.undo = job.ddp, job.optimizer, lambda: None
+    how(job)
+    with pytest.raises((RuntimeError, ConfigError)):
+        backward(ddp, batches(1)[0]) if how is not _late_change else optimizer.step()
+    after = snapshot(ddp)
+    optimizer.victim = None
+    job.undo()
+    with pytest.raises(OverlapError):
+        Failing.step(optimizer)
+    job.handle.remove()
+    optimizer.step()
+    assert_same(changed(ddp, after), [])
+    job.fails = None
+    with ddp.no_sync():
+        backward(ddp, batches(1)[0])
+    job.handle.remove()  # once more, which takes no later gradients away
+    assert_same([one is None for one in gradients(ddp)], [False] * len(after))
+
+
 @cases({"dynamic": ({},), "static": ({"static_graph": True},)})
 def check_a_model_goes_on_after_its_first_pass_has_failed(options):
     """Before DDP has rebuilt its buckets."""
@@ -540,7 +569,7 @@ def _trains_without_groups(rank):
     with pytest.raises(RuntimeError, match="was destroyed"):
         backward(ddp, batches(1, rank)[0])
     for call in (optimizer.step, handle.wait):
-        with pytest.raises(CommunicationError, match="was destroyed.*no parameter was stepped"):
+        with pytest.raises(CommunicationError, match=r"was destroyed.*no parameter was stepped"):
             call()
     return changed(ddp, before)
 
