@@ -1,5 +1,6 @@
 """The functions with PyTorch's names: the bits of the ordinary loop."""
 
+import copy
 import gc
 import io
 import warnings
@@ -146,6 +147,20 @@ def check_step_left_in_the_loop(call_step, *, overlapped):
                     optimizer.step()
             scheduler.step()
     return ends(ddp, optimizer)
+
+
+@cases({name: WAYS[name][:1] for name in ("hook_then_optimizer", "in backward", "register_fused_optim")})
+def check_a_copy_averages_as_plain_ddp_does(step_inside):
+    ddp = make_ddp()
+    step_inside(ddp)
+    backward(ddp, batches(1)[0])
+    ddp.zero_grad()
+    copied, plain = copy.deepcopy(ddp), make_ddp()
+    plain.module.load_state_dict(ddp.module.state_dict())
+    before = snapshot(ddp)
+    runs = [train_on(one, sgd(one), batches(2)) for one in (copied, plain)]
+    assert_same(*runs)
+    assert_same(changed(ddp, before), [])
 
 
 def check_a_second_pass():

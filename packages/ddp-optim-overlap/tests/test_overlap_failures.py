@@ -239,6 +239,35 @@ def check_an_error_stays_until_remove(how, words, again):
         assert_same(assert_stepped(handle).number, 4)
 
 
+def _late_change(job):
+    group = job.optimizer.param_groups[0]
+    backward(job.ddp, batches(1)[0])
+    group["lr"], job.undo = 0.2, partial(group.update, lr=0.1)
+
+
+@cases({how.__name__.strip("_"): (how,) for how in (_late_change, _victim, _fails)})
+def check_no_step_uses_the_gradients_of_a_failed_pass_again(how):
+    """Neither that of the class before remove(), nor step() after it: some buckets are stepped, or all."""
+    job = Job()
+    ddp, optimizer, job.undo = job.ddp, job.optimizer, lambda: None
+    how(job)
+    with pytest.raises((RuntimeError, ConfigError)):
+        backward(ddp, batches(1)[0]) if how is not _late_change else optimizer.step()
+    after = snapshot(ddp)
+    optimizer.victim = None
+    job.undo()
+    with pytest.raises(OverlapError):
+        Failing.step(optimizer)
+    job.handle.remove()
+    optimizer.step()
+    assert_same(changed(ddp, after), [])
+    job.fails = None
+    with ddp.no_sync():
+        backward(ddp, batches(1)[0])
+    job.handle.remove()  # once more, which takes no later gradients away
+    assert_same([one is None for one in gradients(ddp)], [False] * len(after))
+
+
 @cases({"dynamic": ({},), "static": ({"static_graph": True},)})
 def check_a_model_goes_on_after_its_first_pass_has_failed(options):
     """Before DDP has rebuilt its buckets."""
@@ -490,19 +519,26 @@ def test_ranks_that_go_on_in_different_iterations_are_told(again):
         assert any("backward passes of the model is" in error for error in errors[1:]), errors
 
 
+def _workers():
+    return [one.name for one in threading.enumerate() if one.name == "ddp-optim-overlap"]
+
+
+def _await_end_of_workers():
+    deadline = time.monotonic() + patience(20.0)
+    while _workers():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def _threads(_):
     """However the overlap ends, its thread ends, too."""
     found = []
-
-    def alive():
-        return [one.name for one in threading.enumerate() if one.name == "ddp-optim-overlap"]
-
     for how in ("remove", "garbage", "error", "destroyed"):
         ddp = make_ddp()
         optimizer = adamw(ddp)
         handle = overlap_optimizer(ddp, optimizer)
         backward(ddp, batches(1)[0])
-        found.append(len(alive()))
+        found.append(len(_workers()))
         gone = weakref.ref(ddp)
         if how == "remove":
             handle.remove()
@@ -514,13 +550,30 @@ def _threads(_):
         del ddp, handle
         gc.collect()
         assert gone() is None
-        deadline = time.monotonic() + patience(20.0)
-        while alive():
-            assert time.monotonic() < deadline, how
-            time.sleep(0.01)
+        _await_end_of_workers()
         optimizer.step()  # works, and finds the last pass's step done
     return found
 
 
 def test_no_thread_is_left():
     assert run_ranks(_threads, 2, timeout=90) == [[1, 1, 1, 1]] * 2
+
+
+def _trains_without_groups(rank):
+    ddp, optimizer, handle = start(sgd)
+    train_on(ddp, optimizer, batches(2))
+    handle.wait()
+    before = snapshot(ddp)
+    dist.destroy_process_group()
+    _await_end_of_workers()
+    with pytest.raises(RuntimeError, match="was destroyed"):
+        backward(ddp, batches(1, rank)[0])
+    for call in (optimizer.step, handle.wait):
+        with pytest.raises(CommunicationError, match=r"was destroyed.*no parameter was stepped"):
+            call()
+    return changed(ddp, before)
+
+
+@needs_ends_of_groups
+def test_a_pass_after_the_groups_were_destroyed_is_an_error_of_the_communication():
+    assert run_ranks(_trains_without_groups, 2, timeout=60) == [[], []]

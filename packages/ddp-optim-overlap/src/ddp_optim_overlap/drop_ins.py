@@ -114,6 +114,10 @@ class EngineAtFirstBucket:
         self._stepper, self._comm_hook, self._skips_unused = stepper, comm_hook, skips_unused
         self._engine: Engine | None = None
 
+    def __deepcopy__(self, memo: object) -> object:
+        """Return what cannot step: DDP's list of hooks is copied, but the reducer of a copy has none."""
+        return object()
+
     def start(self, hook_state: object, model: DistributedDataParallel | None = None) -> Engine:
         """Return the engine, and make it if needed.
 

@@ -94,8 +94,8 @@ class OverlapHandle:
     def remove(self) -> None:
         """End the overlap: the hook still averages, and the ordinary loop steps.
 
-        DDP cannot remove a communication hook. :func:`overlap_optimizer` may be called again. Calling
-        this twice is harmless.
+        DDP cannot remove a communication hook. :func:`overlap_optimizer` may be called again. After an error
+        every ``.grad`` is ``None``: no step can use them again. Calling this twice is harmless.
 
         Raises:
             ConfigError: A backward pass is stepping, around this call or in another thread.

@@ -178,7 +178,9 @@ class StepCalls:
         return step_now()  # after pause() or no_sync(), or once more
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if the step of a backward pass would be repeated."""
+        """Raise the first error, or raise if the step of a backward pass would be repeated."""
+        if self._engine is not None:
+            self._engine.state.raise_error()
         if self._is_pending(optimizer):
             raise ConfigError(
                 f"the last backward pass has stepped {type(optimizer).__name__}, and its class's step() was "

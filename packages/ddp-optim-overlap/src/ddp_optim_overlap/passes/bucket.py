@@ -193,6 +193,11 @@ class KnownBuckets:
         """Release all memory."""
         self._known.clear()
 
+    def drop_gradients(self) -> None:
+        """Set all gradients to ``None``: of a pass that has failed, some are used and others not averaged."""
+        for parameter in self._strides:
+            parameter.grad = None
+
     def _new(self, bucket: GradBucket) -> tuple[BucketGradients, list[tuple[int, ...]]]:
         gradients = BucketGradients(bucket)
         parameters = gradients.parameters

@@ -320,9 +320,10 @@ class Engine:
 
     def remove(self) -> None:
         """Stop stepping; only average from now on, if the model still exists."""
+        failed = self.state.phase is Phase.FAILED
+        self._failed |= failed  # if called twice, too
         self._stepper.remove(self.gradients)
         self.gradients.forget_used()
-        self._failed |= self.state.phase is Phase.FAILED  # if called twice, too
         self.state.remove()
         if self._worker is not None:
             self._worker.close()
@@ -331,6 +332,8 @@ class Engine:
         if self._release is not None:  # now that no job frees memory any more
             self._release.memory.restore()
         self._known_buckets.forget()
+        if failed:
+            self._known_buckets.drop_gradients()
         if self._failed and self._model() is not None:
             self._current.await_averages()
         self._current = BackwardPass(PassKind.PAUSED, self.state, self._stepper)

@@ -47,7 +47,7 @@ class WorkerThread:
         if not self._put(job):
             gone = f"the process group of {self._name} was destroyed"
             forked = f"{self._name} has a thread in the process that this one was forked from: make a new one"
-            job.fail(self._failure.error or RuntimeError(gone if self._ended else forked))
+            job.fail(self._failure.keep(RuntimeError(gone if self._ended else forked)))
 
     def runs_this_thread(self) -> bool:
         """Return whether the caller is on the thread."""
