@@ -184,7 +184,7 @@ def _average(
             return completed_future(buffer)
         try:
             state.require_same_bucket(name, bucket)
-        except Exception as error:  # noqa: BLE001 - a repeated first error is of any class
+        except RuntimeError as error:
             return failed_future(error, buffer)
         if buffer.is_sparse:
             return sparse_mean(group, buffer)

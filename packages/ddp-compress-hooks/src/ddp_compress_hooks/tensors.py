@@ -115,7 +115,7 @@ def all_reduce(
             )
         try:
             state.require_same_call(_NAME, {"op": "AVG" if mean else "SUM"}, filled)
-        except Exception as error:
+        except RuntimeError as error:
             if not async_op:
                 raise
             return failed_future(error, like)

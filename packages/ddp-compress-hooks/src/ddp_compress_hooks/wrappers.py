@@ -117,7 +117,7 @@ def _run_on_bucket(
     if state.process_group.size() > 1:
         try:
             state.require_same_bucket(name, bucket)
-        except Exception as error:  # noqa: BLE001 - a repeated first error is of any class
+        except RuntimeError as error:
             return failed_future(error, buffer)
         bucket.set_buffer(_compress(buffer, cast_to))
 

@@ -66,7 +66,7 @@ def quantized_allreduce_hook(
         step = state.feedback.begin_bucket(bucket)
         try:
             state.require_same_bucket("quantized_allreduce_hook", bucket)
-        except Exception as error:  # noqa: BLE001 - a repeated first error is of any class
+        except (RuntimeError, MemoryError) as error:
             return failed_future(error, buffer)
         return _average(state, step, bucket)
 

@@ -107,7 +107,7 @@ def _average(
             return completed_future(buffer)
         try:
             require_same_bucket(group, name, {"channel": channel}, bucket)
-        except Exception as error:  # noqa: BLE001 - a repeated first error is of any class
+        except RuntimeError as error:
             return failed_future(error, buffer)
         if buffer.is_sparse:
             return allreduce_hook(group, bucket)

@@ -154,7 +154,7 @@ class Call:
                     for future in started:
                         future.wait()
                     return None
-            except Exception as error:
+            except (RuntimeError, MemoryError) as error:
                 if result is not None:
                     return failed_future(error, like)
                 raise
