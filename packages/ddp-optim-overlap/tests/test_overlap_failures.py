@@ -268,6 +268,18 @@ def check_no_step_uses_the_gradients_of_a_failed_pass_again(how):
     assert_same([one is None for one in gradients(ddp)], [False] * len(after))
 
 
+def check_a_failed_model_that_is_gone_takes_no_later_gradients():
+    ddp, optimizer, handle = start(sgd, options={"comm_hook": _raises})
+    with pytest.raises(RuntimeError, match="not today"):
+        backward(ddp, batches(1)[0])
+    net, gone = ddp.module, weakref.ref(ddp)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    del ddp, optimizer, handle
+    _await_end_of(gone)
+    assert_same([one.grad for one in net.parameters()], [torch.ones_like(one) for one in net.parameters()])
+
+
 @cases({"dynamic": ({},), "static": ({"static_graph": True},)})
 def check_a_model_goes_on_after_its_first_pass_has_failed(options):
     """Before DDP has rebuilt its buckets."""
@@ -321,7 +333,10 @@ def _fail_and_go(where, options):
 @cases({"step": ("step", {}), "hook": ("hook", {"find_unused_parameters": True}), "model": ("model", {})})
 def check_models_are_freed_after_an_error(where, options):
     """A kept error must not hold the frames in which it was raised, and with them the model."""
-    gone = _fail_and_go(where, options)
+    _await_end_of(_fail_and_go(where, options))
+
+
+def _await_end_of(gone):
     deadline = time.monotonic() + patience(10.0)  # the worker's thread may still notify the peers
     while gone() is not None:
         assert time.monotonic() < deadline, gone()

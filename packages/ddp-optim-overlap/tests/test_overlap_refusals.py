@@ -163,7 +163,7 @@ REFUSED = {
         "step of OwnAdam failed on small copies .*does not support sparse gradients",
     ),
     "sparse, clip": (lambda: make_ddp(TakesWhat()), sgd, {"clip": ByValue(1.0)}, ConfigError, "sparse"),
-    "released, not stepped": (make_ddp, _some, {"release_gradients": True}, ConfigError, r"\(4, 2, 3, 3\)"),
+    "released, not stepped": (make_ddp, _some, {"release_gradients": True}, ConfigError, r"shape \(4,"),
 }
 
 

@@ -332,9 +332,8 @@ class Engine:
         if self._release is not None:  # now that no job frees memory any more
             self._release.memory.restore()
         self._known_buckets.forget()
-        if failed:
+        if failed and self._model() is not None:  # else its parameters may be another model's now
             self._known_buckets.drop_gradients()
-        if self._failed and self._model() is not None:
             self._current.await_averages()
         self._current = BackwardPass(PassKind.PAUSED, self.state, self._stepper)
 
