@@ -166,7 +166,7 @@ class Watch:
 
     def _unreadable(self) -> Iterator[str]:
         """Yield the problem of every checkpoint that cannot be read as it was written."""
-        import torch  # noqa: PLC0415 - not before the fork server starts
+        import torch.distributed.tensor  # noqa: PLC0415 - not before the fork server starts
 
         for path in self._folder.glob("checkpoint-*.pt"):
             try:
