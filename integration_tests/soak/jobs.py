@@ -1,6 +1,7 @@
 """Run a job: start its ranks, inject its fault at its moment, and collect every rank's record."""
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -19,6 +20,8 @@ from soak.network import emulated_hosts
 from soak.rank import Place, be_rank, keep_store
 
 _LOOK_SECONDS = 0.004
+_PORTS = itertools.cycle(range(20_000, 30_000))
+"""Not what the system gives to whoever asks for any port: another program might get it first."""
 _HUNG_SECONDS = 20.0
 """Far beyond every promised time: a rank that has not ended by then hangs."""
 
@@ -76,8 +79,7 @@ class Runner:
         return process
 
     def _places(self, job: Job) -> list[Place]:
-        with socket.create_server(("", 0)) as free:
-            port = free.getsockname()[1]
+        port = next(filter(_is_free, _PORTS))
         if not (job.fault and job.kind.on_hosts):
             return [Place(0, ("127.0.0.1", port), "lo")] * job.world_size
         store = (emulated_hosts.address(0), port)
@@ -173,6 +175,14 @@ class Watch:
                 torch.load(path, weights_only=True)
             except Exception as error:  # noqa: BLE001 - any error is a problem
                 yield f"{path.name}: {error}"
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
+    return True
 
 
 def _session(leader: int | None) -> list[int]:
