@@ -45,7 +45,7 @@ def test_a_fault_is_an_error_on_every_rank_or_changes_no_bit(fault, training, si
 
 @pytest.mark.exhaustive
 def test_a_restarted_job_ends_with_the_bits_of_an_uninterrupted_one():
-    outcome = kill_and_restart(ranks=2, step=7)
+    outcome = kill_and_restart(ranks=3, step=7)
     assert outcome["verdict"] == "right", outcome["problems"]
 
 
