@@ -95,11 +95,22 @@ def _overlapped():
     return ddp
 
 
-def _with_option(name, value):
-    """Set it afterwards: one needs a GPU if torch is built with CUDA, the other is not in every torch."""
+def _with_mixed_precision():
+    """Set afterwards: it needs a GPU if torch is built with CUDA."""
     ddp = make_ddp()
-    setattr(ddp, name, value)
+    ddp.mixed_precision = types.SimpleNamespace()
     return ddp
+
+
+def _skipping_unused():
+    """Set afterwards: it is not in every torch."""
+    ddp = make_ddp()
+    ddp.skip_all_reduce_unused_params = True
+    return ddp
+
+
+def _sparse():
+    return make_ddp(TakesWhat())
 
 
 def _static_of_two_dtypes():
@@ -118,52 +129,38 @@ def _some(ddp):
     return torch.optim.SGD(ddp.module.layers.parameters(), lr=0.1)
 
 
+def _refused(words, *, model=make_ddp, make=sgd, kind=ConfigError, **options):
+    return model, make, options, kind, words
+
+
 REFUSED = {
-    "LBFGS": (make_ddp, lbfgs, {}, UnsupportedOptimizerError, "LBFGS"),
-    "pre-hook": (make_ddp, _with_pre_hook, {}, ConfigError, r"pre-hook.*ordinary loop"),
-    "foreign parameter": (make_ddp, _foreign, {}, ConfigError, "group 0 of SGD"),
-    "no optimizer": (make_ddp, lambda _: [], {}, ConfigError, "no optimizer"),
-    "no optimizer's class": (make_ddp, lambda _: [torch.nn.Linear(2, 2)], {}, TypeError, "Linear"),
-    "clip": (make_ddp, sgd, {"clip": 1.0}, TypeError, "ClipPolicy"),
-    "unused": (make_ddp, sgd, {"unused": "zero"}, ValueError, "'skip' or 'step'"),
-    "another hook": (_hooked, sgd, {}, ConfigError, "allreduce_hook"),
-    "built-in hook": (_built_in, sgd, {}, ConfigError, "built-in"),
-    "second overlap": (_overlapped, sgd, {}, ConfigError, "remove"),
-    "ignored parameter": (_ignoring, sgd, {}, ConfigError, "never be stepped"),
-    "mixed precision": (
-        partial(_with_option, "mixed_precision", types.SimpleNamespace()),
-        sgd,
-        {},
-        ConfigError,
-        "mixed_precision",
-    ),
-    "skip_all_reduce": (
-        partial(_with_option, "skip_all_reduce_unused_params", True),
-        sgd,
-        {},
-        ConfigError,
-        "skip_all_reduce",
-    ),
-    "static, dtypes": (_static_of_two_dtypes, sgd, {}, ConfigError, "buckets of its first pass apart"),
-    "shared memory": (_sharing_memory, sgd, {}, ConfigError, "share memory"),
-    "no DDP": (Net, sgd, {}, TypeError, "Net"),
-    "compiled DDP": (lambda: torch.compile(make_ddp()), sgd, {}, TypeError, "got OptimizedModule"),
-    "sparse": (
-        lambda: make_ddp(TakesWhat()),
-        adamw,
-        {},
-        UnsupportedGradientError,
-        r"embedding\.weight",
-    ),
-    "sparse, declared": (
-        lambda: make_ddp(TakesWhat()),
-        lambda ddp: OwnAdam(ddp.parameters()),
-        {"steps_per_parameter": True},
-        UnsupportedOptimizerError,
+    "LBFGS": _refused("LBFGS", make=lbfgs, kind=UnsupportedOptimizerError),
+    "pre-hook": _refused(r"pre-hook.*ordinary loop", make=_with_pre_hook),
+    "foreign parameter": _refused("group 0 of SGD", make=_foreign),
+    "no optimizer": _refused("no optimizer", make=lambda _: []),
+    "no optimizer's class": _refused("Linear", make=lambda _: [torch.nn.Linear(2, 2)], kind=TypeError),
+    "clip": _refused("ClipPolicy", kind=TypeError, clip=1.0),
+    "unused": _refused("'skip' or 'step'", kind=ValueError, unused="zero"),
+    "another hook": _refused("allreduce_hook", model=_hooked),
+    "built-in hook": _refused("built-in", model=_built_in),
+    "second overlap": _refused("remove", model=_overlapped),
+    "ignored parameter": _refused("never be stepped", model=_ignoring),
+    "mixed precision": _refused("mixed_precision", model=_with_mixed_precision),
+    "skip_all_reduce": _refused("skip_all_reduce", model=_skipping_unused),
+    "static, dtypes": _refused("buckets of its first pass apart", model=_static_of_two_dtypes),
+    "shared memory": _refused("share memory", model=_sharing_memory),
+    "no DDP": _refused("Net", model=Net, kind=TypeError),
+    "compiled DDP": _refused("got OptimizedModule", model=lambda: torch.compile(make_ddp()), kind=TypeError),
+    "sparse": _refused(r"embedding\.weight", model=_sparse, make=adamw, kind=UnsupportedGradientError),
+    "sparse, declared": _refused(
         "step of OwnAdam failed on small copies .*does not support sparse gradients",
+        model=_sparse,
+        make=lambda ddp: OwnAdam(ddp.parameters()),
+        kind=UnsupportedOptimizerError,
+        steps_per_parameter=True,
     ),
-    "sparse, clip": (lambda: make_ddp(TakesWhat()), sgd, {"clip": ByValue(1.0)}, ConfigError, "sparse"),
-    "released, not stepped": (make_ddp, _some, {"release_gradients": True}, ConfigError, r"shape \(4,"),
+    "sparse, clip": _refused("sparse", model=_sparse, clip=ByValue(1.0)),
+    "released, not stepped": _refused(r"shape \(4,", make=_some, release_gradients=True),
 }
 
 

@@ -121,6 +121,20 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, monkeypatch, capl
     assert "not kept on disk" in caplog.text
 
 
+@pytest.mark.usefixtures("_compiler")
+def test_nothing_is_left_of_code_that_cannot_be_kept_whole(tmp_path, caplog):
+    """As on a full disk: the system refuses files of this length."""
+    resource = pytest.importorskip("resource", reason="needs POSIX limits")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        assert compile_program(affine_program("decode", torch.float32), "sm_90")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "not kept on disk" in caplog.text
+    assert [*(tmp_path / "cache").iterdir()] == []
+
+
 def _compiled(_):
     programs = [block_program(Layout(kind, 64), dtype=torch.float32) for kind in ("int8", "int4")]
     return [compile_program(program, "sm_90") for program in programs]

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import os
 import pickle
 
 import pytest
@@ -12,7 +13,12 @@ from resumed_runs import Net, Run, resumed, state_maker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_quant_hooks import HierarchicalAllreduceState, all_reduce, quantized_allreduce_hook
+from ddp_quant_hooks import (
+    HierarchicalAllreduceState,
+    QuantizedAllreduceState,
+    all_reduce,
+    quantized_allreduce_hook,
+)
 from dist_utils import TensorMismatchError
 from dist_utils.testing import run_ranks, same_bits
 
@@ -282,3 +288,32 @@ def _gathers(rank):
 
 def test_one_rank_gathers_the_residuals_of_all():
     run_ranks(_gathers, 3)
+
+
+class EndsTheProcess:
+    """Ends any process that unpickles it."""
+
+    def __reduce__(self):
+        return os._exit, (17,)
+
+
+def _hostile(rank):
+    """Rank 1 sends something else than residuals, which nobody unpickles."""
+    options, refused = {"min_bytes": 0, "bits": 4}, "rank 1 sent data that are not saved residuals"
+    state = QuantizedAllreduceState(**options)
+    gathered = state.gather_state_dict(dst=1)
+    if rank == 1:
+        hostile = QuantizedAllreduceState(**options)
+        hostile.state_dict = lambda _=None: EndsTheProcess()
+        assert hostile.gather_state_dict() is None
+        gathered["ranks"][0] = EndsTheProcess()
+        with pytest.raises(TensorMismatchError, match=refused):
+            state.scatter_state_dict(gathered, src=1)
+        return
+    for call in (state.gather_state_dict, lambda: state.scatter_state_dict(None, src=1)):
+        with pytest.raises(ValueError, match=refused):
+            call()
+
+
+def test_what_a_peer_sends_as_residuals_is_never_unpickled():
+    run_ranks(_hostile, 2)

@@ -135,6 +135,12 @@ def _rare_dtypes(rank):
             for way in ways:
                 if not torch.equal(found := way(x).view(torch.uint8), right.view(torch.uint8)):
                     wrong[dtype, count, name, way is call] = found.tolist()[:8], right.tolist()[:8]
+    for dtype in RARE[:2]:
+        limits = torch.finfo(dtype)
+        least = torch.tensor(limits.smallest_normal * limits.eps).to(dtype)
+        mean = dac.all_reduce(least, "avg")  # half of the least number would be rounded to 0
+        if mean.float() != least.float():
+            wrong[dtype, "mean"] = mean.item(), least.item()
     uneven = dac.all_gather_cat(torch.ones(2 + rank).to(torch.float8_e5m2), sizes=[2, 3])
     leaf = torch.ones(2).to(torch.float8_e5m2).requires_grad_()
     dac.broadcast(leaf, 0).float().sum().backward()
