@@ -6,6 +6,7 @@
 
 * ms: forward and backward of every function on loopback, 2 and 4 ranks, 1 KiB to 64 MiB. Times are of the
   slowest rank. "backward" is the backward alone. spmd-types is compared if it is installed.
+* links: the same on emulated hosts of one rank each, with links of 1 Gbit/s.
 * overlap: weights are gathered during a computation, started early or not, on two emulated hosts with links
   of 1 Gbit/s.
 
@@ -151,6 +152,14 @@ def cases(options: Namespace) -> Iterator[Found]:
             yield ("ms", f"{world_size} ranks, {size}"), times
 
 
+def links(options: Namespace) -> Iterator[Found]:
+    """Measure between hosts."""
+    for hosts, size, length in ((2, "1 MiB", 1 << 20), (4, "1 MiB", 1 << 20), (2, "16 MiB", 16 << 20)):
+        times = slowest(on_ranks(measure, hosts, length // 4, options.repeats, rate="1gbit"))
+        print_times(f"{hosts} hosts, 1 Gbit/s, {size}", times, pytorch_of)
+        yield ("links_ms", f"{hosts} hosts, {size}"), times
+
+
 def pytorch_of(label: str) -> str:
     """Return the label of PyTorch's time of the same function."""
     backward = ", backward" if label.endswith(", backward") else ""
@@ -218,7 +227,9 @@ def main() -> None:
         benchmark.run({"ms": cases})
         return
     peers = {"spmd_types": version("spmd_types")} if importlib.util.find_spec("spmd_types") else {}
-    benchmark.run({"ms": cases, "overlap": overlap}, facts=lambda _: {"peers": peers}, draw=draw)
+    benchmark.run(
+        {"ms": cases, "links": links, "overlap": overlap}, facts=lambda _: {"peers": peers}, draw=draw
+    )
 
 
 if __name__ == "__main__":
