@@ -141,23 +141,28 @@ def compare_messages(rank: int, numel: int, repeats: int) -> dict[str, list[floa
     return in_turns(sides, repeats, prepare=choose)
 
 
+def found(part: str, case: str, ranks: list[dict[str, list[float]]]) -> Found:
+    """Print and return the summary of all ranks' seconds."""
+    times = slowest(ranks)
+    print_times(case, times, pytorch_of)
+    return (part, case), times
+
+
 def cases(options: Namespace) -> Iterator[Found]:
     """Measure every size among two and four ranks."""
     function = compare_messages if options.messages else measure
     for world_size in (2, 4):
         for size, count in SIZES.items():
             repeats = options.repeats * SHARES[size]
-            times = slowest(run_ranks(function, world_size, count // 4, repeats, timeout=900))
-            print_times(f"{world_size} ranks, {size}", times, pytorch_of)
-            yield ("ms", f"{world_size} ranks, {size}"), times
+            ranks = run_ranks(function, world_size, count // 4, repeats, timeout=900)
+            yield found("ms", f"{world_size} ranks, {size}", ranks)
 
 
 def links(options: Namespace) -> Iterator[Found]:
     """Measure between hosts."""
-    for hosts, size, length in ((2, "1 MiB", 1 << 20), (4, "1 MiB", 1 << 20), (2, "16 MiB", 16 << 20)):
-        times = slowest(on_ranks(measure, hosts, length // 4, options.repeats, rate="1gbit"))
-        print_times(f"{hosts} hosts, 1 Gbit/s, {size}", times, pytorch_of)
-        yield ("links_ms", f"{hosts} hosts, {size}"), times
+    for hosts, mib in ((2, 1), (4, 1), (2, 16)):
+        ranks = on_ranks(measure, hosts, (mib << 20) // 4, options.repeats, rate="1gbit")
+        yield found("links_ms", f"{hosts} hosts, {mib} MiB", ranks)
 
 
 def pytorch_of(label: str) -> str:

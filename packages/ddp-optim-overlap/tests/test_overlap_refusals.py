@@ -95,17 +95,10 @@ def _overlapped():
     return ddp
 
 
-def _with_mixed_precision():
-    """Set afterwards: it needs a GPU if torch is built with CUDA."""
+def _with_option(name, value):
+    """Set it afterwards: one needs a GPU if torch is built with CUDA, the other is not in every torch."""
     ddp = make_ddp()
-    ddp.mixed_precision = types.SimpleNamespace()
-    return ddp
-
-
-def _skipping_unused():
-    """Set afterwards: it is not in every torch."""
-    ddp = make_ddp()
-    ddp.skip_all_reduce_unused_params = True
+    setattr(ddp, name, value)
     return ddp
 
 
@@ -145,8 +138,12 @@ REFUSED = {
     "built-in hook": _refused("built-in", model=_built_in),
     "second overlap": _refused("remove", model=_overlapped),
     "ignored parameter": _refused("never be stepped", model=_ignoring),
-    "mixed precision": _refused("mixed_precision", model=_with_mixed_precision),
-    "skip_all_reduce": _refused("skip_all_reduce", model=_skipping_unused),
+    "mixed precision": _refused(
+        "mixed_precision", model=partial(_with_option, "mixed_precision", types.SimpleNamespace())
+    ),
+    "skip_all_reduce": _refused(
+        "skip_all_reduce", model=partial(_with_option, "skip_all_reduce_unused_params", True)
+    ),
     "static, dtypes": _refused("buckets of its first pass apart", model=_static_of_two_dtypes),
     "shared memory": _refused("share memory", model=_sharing_memory),
     "no DDP": _refused("Net", model=Net, kind=TypeError),

@@ -79,6 +79,7 @@ def read_messages(backend, memory, layout, new_layout, ranks, count, seed):
         kernels.reduce(messages, layout, count, written["mean"], new_layout, new_residual=written["lost"])
     memory.assert_untouched()
     assert same_bits(messages, before)
+    assert written["lost"].isfinite().all()
     # It is not specified which NaN a processor makes from two of them.
     for name, mean in means.items():
         written |= {name: mean.nan_to_num(), f"NaN of {name}": mean.isnan()}
