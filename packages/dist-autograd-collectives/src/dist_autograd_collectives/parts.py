@@ -9,9 +9,9 @@ import torch
 
 
 def pad(rows: torch.Tensor, length: int) -> torch.Tensor:
-    """Return a tensor padded with rows of zeros to a length."""
+    """Return a tensor padded with rows of zeros to a length; the result depends on it even if it is empty."""
     missing = length - rows.shape[0]
-    return concatenate([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
+    return torch.nn.functional.pad(rows, [0, 0] * (rows.ndim - 1) + [0, missing]) if missing else rows
 
 
 def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

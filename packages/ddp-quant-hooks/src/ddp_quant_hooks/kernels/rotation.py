@@ -59,7 +59,7 @@ def _signs(size: int, device: torch.device) -> torch.Tensor:
     value = _low(place, 0x9E3779B1)
     value = _low(value ^ (value >> 15), 0x85EBCA6B)
     value = _low(value ^ (value >> 13), 0xC2B2AE35)
-    return (1 - 2 * (value >> 31)).to(torch.float32).to(device)
+    return (value >> 31).mul(-2).add(1).to(torch.float32).to(device)
 
 
 def _low(value: torch.Tensor, factor: int) -> torch.Tensor:
