@@ -142,6 +142,7 @@ class BackwardPass:
         self._queue: list[Bucket] = []
         """All buckets on the host, which fail together."""
         self._announced = self._taken = 0  # how many of them, the oldest ones
+        self._bytes_since = 0  # of those that came after the last announcement
         self._newest_job: torch.futures.Future[Any] | None = None
         self._step_lock = threading.Lock()
         self._report = StepReport(number)  # without the number of buckets, which another thread counts
@@ -168,14 +169,14 @@ class BackwardPass:
         if last:
             self._announce(worker)
         self._queue.append(bucket)
-        waiting = self._queue[max(self._announced, self._taken) :]
-        if last or self._alone or sum(one.nbytes for one in waiting) >= _WORTH_A_STEP:
+        self._bytes_since += bucket.nbytes
+        if last or self._alone or self._bytes_since >= _WORTH_A_STEP:
             self._announce(worker)
         return done
 
     def _announce(self, worker: OrderedWorker) -> None:
         """Let the worker step the buckets that wait for others, unless it has taken them already."""
-        count = len(self._queue)
+        count, self._bytes_since = len(self._queue), 0
         if max(self._announced, self._taken) >= count:
             return
         self._announced = count
