@@ -79,12 +79,21 @@ def check_a_pause_on_one_rank_only(options):
             assert_same(tensor, first)
 
 
-@cases(
-    {kind.__name__: (kind,) for kind in (PerBucketNorm, PreviousStepNorm)} if GROUPS_END_WITHOUT_GIL else {}
-)
-def check_limits_of_norms(kind):
-    ddp, optimizer, handle = start(sgd, options={"clip": kind(2.0 if dist.get_rank() == 1 else 1.0)})
-    before, words = snapshot(ddp), "max_norm is 1.0 on ranks 0, 2, 2.0 on rank 1"
+NORMS = {
+    "limit, bucket": (PerBucketNorm(1.0), PerBucketNorm(2.0), "max_norm is 1.0 on ranks 0, 2, 2.0 on rank 1"),
+    "limit, previous step": (PreviousStepNorm(1.0), PreviousStepNorm(2.0), "max_norm is 1.0 on ranks 0, 2"),
+    "resumed": (
+        PreviousStepNorm(1.0),
+        PreviousStepNorm(1.0, previous=torch.tensor(7.5)),
+        "previous is None on ranks 0, 2, 7.5 on rank 1",
+    ),
+}
+
+
+@cases(NORMS if GROUPS_END_WITHOUT_GIL else {})
+def check_limits_of_norms(most, odd, words):
+    ddp, optimizer, handle = start(sgd, options={"clip": odd if dist.get_rank() == 1 else most})
+    before = snapshot(ddp)
     with pytest.raises(RuntimeError, match=words):
         backward(ddp, batches(1)[0])
     for call in (handle.wait, optimizer.step):

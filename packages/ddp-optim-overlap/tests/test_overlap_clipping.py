@@ -1,6 +1,7 @@
 """Clipping inside the overlapped step: exact or approximate, as documented."""
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -13,12 +14,23 @@ from overlap_runs import (
     batches,
     cases,
     ends,
+    make_ddp,
     on_ranks,
     snapshot,
     start,
+    train_on,
 )
 
-from ddp_optim_overlap import ByValue, ClipPolicy, PerBucketNorm, PreviousStepNorm
+from ddp_optim_overlap import (
+    ByValue,
+    ClipPolicy,
+    CommunicationError,
+    ConfigError,
+    PerBucketNorm,
+    PreviousStepNorm,
+    overlap_optimizer,
+)
+from dist_utils.testing import run_ranks
 
 pytestmark = pytest.mark.short
 
@@ -113,6 +125,24 @@ def check_per_bucket_norm(released):
     assert all(norm > limit for norm, limit in zip(full, limits, strict=True)), (full, limits)
 
 
+@as_ordinary
+def check_gradients_of_other_optimizers(*, overlapped):
+    """They are not clipped, and do not count for a norm."""
+    ddp = make_ddp(bucket_cap_mb=25)  # one bucket
+    first, *others = ddp.parameters()
+    optimizer, rest = torch.optim.SGD([first], lr=0.1), torch.optim.SGD(others, lr=0.1)
+    if overlapped:
+        overlap_optimizer(ddp, optimizer, clip=PerBucketNorm(LIMIT))
+    for x in batches(2):
+        backward(ddp, x)
+        if not overlapped:
+            PerBucketNorm(LIMIT).clip([first])
+        optimizer.step()
+        rest.step()
+        ddp.zero_grad()
+    return snapshot(ddp)
+
+
 def check_previous_step_norm():
     full, used, reports = _run(PreviousStepNorm(LIMIT))
     assert [report.norm.item() for report in reports] == pytest.approx(full, rel=1e-4)
@@ -126,6 +156,26 @@ check = on_ranks(__name__, timeout=60)
 
 def test_clipping(check):
     check()
+
+
+def _join_with_the_last_norm(rank):
+    ddp, optimizer, handle = start(options={"clip": PreviousStepNorm(LIMIT)})
+    with pytest.raises(RuntimeError), ddp.join():
+        train_on(ddp, optimizer, batches(1 + rank))
+    with pytest.raises(CommunicationError if rank else ConfigError, match="" if rank else "PerBucketNorm"):
+        handle.wait()
+    if rank == 0:
+        os._exit(3)  # as an error ends a job: the other rank need not wait for the timeout
+
+
+def test_no_rank_clips_by_an_older_norm_after_a_join():
+    run_ranks(_join_with_the_last_norm, 2, may_die={0}, timeout=60)
+
+
+@pytest.mark.parametrize("norm", [-5.0, float("nan"), torch.tensor(-1.0)])
+def test_a_norm_is_not_negative(norm):
+    with pytest.raises(ValueError, match="norm, which is not negative"):
+        PreviousStepNorm(1.0, previous=norm)
 
 
 @pytest.mark.parametrize("policy", [ByValue, PerBucketNorm, PreviousStepNorm])

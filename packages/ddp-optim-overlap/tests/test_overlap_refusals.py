@@ -118,6 +118,14 @@ def _sharing_memory():
     return make_ddp(net)
 
 
+def _sliced():
+    """Two layers whose weights are slices of one tensor, as of a flat parameter."""
+    net, flat = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(2)]), torch.ones(2, 8, 8)
+    for layer, weight in zip(net, flat, strict=True):
+        layer.weight = torch.nn.Parameter(weight)
+    return make_ddp(net)
+
+
 def _some(ddp):
     return torch.optim.SGD(ddp.module.layers.parameters(), lr=0.1)
 
@@ -146,6 +154,7 @@ REFUSED = {
     ),
     "static, dtypes": _refused("buckets of its first pass apart", model=_static_of_two_dtypes),
     "shared memory": _refused("share memory", model=_sharing_memory),
+    "slices": _refused(r"sliced from one tensor.*\(8, 8\)", model=_sliced),
     "no DDP": _refused("Net", model=Net, kind=TypeError),
     "compiled DDP": _refused("got OptimizedModule", model=lambda: torch.compile(make_ddp()), kind=TypeError),
     "sparse": _refused(r"embedding\.weight", model=_sparse, make=adamw, kind=UnsupportedGradientError),

@@ -278,7 +278,7 @@ def check_reports_and_ranges():
 
 
 class Reuses(torch.nn.Module):
-    """A checkpointed block that uses a later layer's weight without its gradient."""
+    """A block, mostly a checkpointed one, that uses a later layer's weight without its gradient."""
 
     def __init__(self, how):
         super().__init__()
@@ -291,11 +291,12 @@ class Reuses(torch.nn.Module):
             with torch.no_grad():
                 target = self.last(x)
             return torch.tanh(x * target)
-        weight = self.last.weight.detach() if self.how == "detach" else torch.eye(8)
+        weight = torch.eye(8) if self.how == "harmless" else self.last.weight.detach()
         return torch.tanh(x @ weight)
 
     def forward(self, x):
-        x = checkpoint(self.block, self.first(x), use_reentrant=False)
+        x = self.first(x)
+        x = self.block(x) if self.how == "saved" else checkpoint(self.block, x, use_reentrant=False)
         return self.last(call_in_backward(x, partial(_wait_until, self.goes_on)))
 
 
@@ -306,11 +307,22 @@ def _wait_until(condition):
         time.sleep(0.001)
 
 
-@cases({how: (how,) for how in ("detach", "no_grad", "harmless")})
-def check_weight_reuse(how):
-    """The hazard is a race, so the recomputation here waits until the last layer is stepped."""
+_REUSE = "ordinary loop, or no checkpoint"
+
+
+@cases(
+    {
+        "detach": ("detach", WeightReuseError, _REUSE),
+        "no_grad": ("no_grad", WeightReuseError, _REUSE),
+        "saved by autograd": ("saved", RuntimeError, "modified by an inplace operation"),
+        "harmless": ("harmless",),
+    }
+)
+def check_weight_reuse(how, *error):
+    """The hazard is a race, so the block's backward here waits until the last layer is stepped."""
     options = {"net": Reuses(how), "bucket_cap_mb": 0.0001, "options": {"check": True}}
-    ddp, optimizer, _ = start(lambda ddp: torch.optim.SGD(ddp.parameters(), lr=1.0), **options)
+    # A fused step tells autograd nothing.
+    ddp, optimizer, _ = start(lambda ddp: torch.optim.SGD(ddp.parameters(), lr=1.0, fused=True), **options)
     train_on(ddp, optimizer, [torch.ones(2, 8)])  # after it there are several buckets
     last = ddp.module.last
     # Made here, because reading the parameter inside raises. The step is later than the last value moves.
@@ -319,7 +331,7 @@ def check_weight_reuse(how):
     if how == "harmless":
         backward(ddp, torch.ones(2, 8))
     else:
-        with pytest.raises(WeightReuseError, match="ordinary loop, or no checkpoint"):
+        with pytest.raises(error[0], match=error[1]):
             backward(ddp, torch.ones(2, 8))
         last.weight.sum()  # outside of backward: allowed
     assert_same({type(parameter) for parameter in ddp.parameters()}, {torch.nn.Parameter})

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ddp_optim_overlap.errors import ConfigError
+
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
@@ -16,6 +18,9 @@ class ClipPolicy(abc.ABC):
 
     def begin(self) -> None:  # noqa: B027 - most policies remember nothing
         """Called when a step begins."""
+
+    def join(self) -> None:  # noqa: B027 - most policies need no gradients of each step
+        """Called instead, under ``join()``, on a rank that has no data for the step. May raise."""
 
     @abc.abstractmethod
     def clip(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -88,21 +93,37 @@ class PreviousStepNorm(_NormLimit):
     """An approximation: scale by the factor that ``clip_grad_norm_`` would have used in the previous step.
 
     A sudden large gradient is clipped one step late. While no norm is known yet, every bucket is
-    limited as by :class:`PerBucketNorm`.
+    limited as by :class:`PerBucketNorm`. Not under ``join()``: a rank without data computes no norm.
 
     Args:
         max_norm: The limit of the 2-norm, positive.
-        previous: The norm to begin with; on resuming, the saved :attr:`norm`.
+        previous: The norm to begin with, the same on all ranks; on resuming, the saved :attr:`norm`.
     """
 
     previous: float | torch.Tensor | None = None
     _squares: list[torch.Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.previous is not None and not self.previous >= 0:
+            raise ValueError(f"previous must be a norm, which is not negative, got {self.previous}")
+
+    def terms(self) -> dict[str, object]:
+        """Return the limit, and the norm to begin with."""
+        return {**super().terms(), "previous": None if self.previous is None else float(self.previous)}
 
     def begin(self) -> None:
         """Clip by the last step's norm from now on."""
         if self._squares:
             self.previous = self.norm
         self._squares = []
+
+    def join(self) -> None:
+        """Refuse: the other ranks would clip by a newer norm from then on."""
+        raise ConfigError(
+            "PreviousStepNorm does not work under join(): a rank without data does not compute the norm, and "
+            "would clip by an older one than the others. Use PerBucketNorm, or ByValue"
+        )
 
     def clip(self, parameters: Sequence[torch.Tensor]) -> None:
         """Scale in place by the previous norm, and remember this one."""

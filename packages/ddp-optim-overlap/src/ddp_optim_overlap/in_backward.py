@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_optim_overlap.drop_ins import EngineAtFirstBucket
 from ddp_optim_overlap.model import another_hook, comm_hooks, register_comm_hook
 from ddp_optim_overlap.optimizers.admission import require_plain_step
+from ddp_optim_overlap.optimizers.step_hooks import note_writes
 from ddp_optim_overlap.passes.backward_pass import Stepper
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch
 from dist_utils.comm_hooks import CommHook
@@ -37,6 +38,7 @@ class _InBackward:
     def step(self, parameter: torch.Tensor) -> None:
         """Step with the gradient of this process, unless a DDP model averages it first."""
         if self.optimizers and not self.averaged_by:
+            note_writes([parameter])
             for optimizer in self.optimizers:
                 optimizer.step()
             parameter.grad = None
@@ -141,11 +143,11 @@ class _OwnOptimizers(Stepper):
 
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
         for parameter in parameters:
-            own = _optimizers_of(parameter)
+            if own := _optimizers_of(parameter):
+                note_writes([parameter])
+                self._stepped.append(parameter)
             for optimizer in own:
                 optimizer.step()
-            if own:
-                self._stepped.append(parameter)
 
     def finish(self, gradients: GradientWatch) -> None:
         del gradients
@@ -163,6 +165,7 @@ def _watch_forward_passes() -> None:
     register_module_forward_pre_hook(_claim)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator] # torch's decorator
 def _claim(module: nn.Module, _: Any) -> None:
     """Before any module's forward pass: make sure that a DDP model averages before it steps."""
     if not isinstance(module, DistributedDataParallel):

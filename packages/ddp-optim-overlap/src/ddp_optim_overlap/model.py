@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.optimizers.partial_steps import parameters_of
 from dist_utils import resolve_group
 from dist_utils.process_groups import group_of_model
-from dist_utils.torch_compat import GradBucket, private
+from dist_utils.torch_compat import GradBucket, private, tensor_version
 
 _FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 _HOOKS_WHOSE_NONE_IS_WORLD = ("ddp_compress_hooks.", "ddp_quant_hooks.", "torch.distributed.algorithms.")
@@ -151,20 +152,38 @@ def sparse_parameters(module: nn.Module) -> dict[torch.Tensor, str]:
 
 
 def require_separate_memory(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise if two parameters of the optimizers are in one place: buckets change the order of their steps.
+    """Raise if a step of one parameter would be, or count as, one of another, too.
 
     Raises:
-        ConfigError: Two parameters begin at the same address.
+        ConfigError: Two parameters begin at the same address: buckets would change the order of their steps.
+            Or they were sliced from one tensor: autograd takes a step of one for a change of both.
     """
     owners: dict[tuple[torch.device, int], torch.Tensor] = {}
-    for one in itertools.chain.from_iterable(map(parameters_of, optimizers)):
-        in_memory = one.layout is torch.strided and one.numel() and not one.is_meta
-        if in_memory and owners.setdefault((one.device, one.data_ptr()), one) is not one:
+    of_memory: defaultdict[tuple[torch.device, int], list[torch.Tensor]] = defaultdict(list)
+    for one in dict.fromkeys(itertools.chain.from_iterable(map(parameters_of, optimizers))):
+        if one.layout is not torch.strided or not one.numel() or one.is_meta:
+            continue
+        of_memory[one.device, one.untyped_storage().data_ptr()].append(one)
+        if owners.setdefault((one.device, one.data_ptr()), one) is not one:
             raise ConfigError(
                 f"two parameters share memory, one of them of shape {tuple(one.shape)}: each has a gradient "
                 "of its own, and by buckets their steps would come in another order. Let both places have "
                 "one Parameter, or use the ordinary loop"
             )
+    for together in of_memory.values():
+        if len(together) > 1 and _count_writes_together(together):
+            raise ConfigError(
+                f"parameters were sliced from one tensor, the first of them of shape "
+                f"{tuple(together[0].shape)}: autograd takes a step of one for a change of all, which "
+                "backward() may still read. Make each of a clone() of its slice, or use the ordinary loop"
+            )
+
+
+def _count_writes_together(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether a write into one of these tensors raises the version of another one, too."""
+    before = list(map(tensor_version, tensors))
+    torch.autograd.graph.increment_version(tensors)
+    return [version + 1 for version in before] != list(map(tensor_version, tensors))
 
 
 def register_comm_hook(

@@ -89,10 +89,16 @@ class OverlappedOptimizers(Stepper):
                     "optimizer of its own, which the loop steps, or make a new DDP model"
                 )
 
-    def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Clip a bucket's gradients."""
+    def join(self) -> None:
+        """Check that this rank may leave out a step of the others."""
         if self._clip is not None:
-            self._clip.clip(parameters)
+            self._clip.join()
+
+    def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Clip those of a bucket's gradients that the optimizers step with."""
+        stepped = [one for one in parameters if any(one in part.places for part in self.parts)]
+        if self._clip is not None and stepped:
+            self._clip.clip(stepped)
 
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
         """Step those of a bucket's parameters that the optimizers have."""

@@ -10,7 +10,12 @@ import torch
 
 from ddp_optim_overlap.errors import UnsupportedOptimizerError
 from ddp_optim_overlap.optimizers.equality import same_value
-from ddp_optim_overlap.optimizers.step_hooks import NOT_OF_THE_STEP, step_without_hooks, without_step_hooks
+from ddp_optim_overlap.optimizers.step_hooks import (
+    NOT_OF_THE_STEP,
+    note_writes,
+    step_without_hooks,
+    without_step_hooks,
+)
 
 PARAMETER_NAMES = "param_names"
 """The option in which torch keeps the names of a group's parameters, in their order."""
@@ -81,6 +86,7 @@ class PartialSteps:
             if number in positions or not self._reviewed
         ]
         part = stand_in(self.optimizer, groups)
+        note_writes(parameters_of(part))
         step_without_hooks(part)
         if not self._reviewed:
             _require_no_attribute_set(self.optimizer, part)

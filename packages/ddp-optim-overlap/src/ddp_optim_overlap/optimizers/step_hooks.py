@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -60,6 +60,14 @@ def _calls_hooks() -> CodeType:
 def without_step_hooks(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's attributes for another object that steps without the optimizer's step hooks."""
     return {**attributes, _STEP_PRE_HOOKS: OrderedDict(), _STEP_POST_HOOKS: OrderedDict()}
+
+
+def note_writes(parameters: Sequence[torch.Tensor]) -> None:
+    """Tell autograd, before a step, which parameters it writes.
+
+    A node that still has to read one of them then raises. Fused steps do not tell it.
+    """
+    torch.autograd.graph.increment_version([one for one in parameters if one.grad is not None])
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:

@@ -71,6 +71,9 @@ class Stepper:
     def begin(self) -> None:
         """Prepare for a pass that hands over its first bucket, before any communication. May raise."""
 
+    def join(self) -> None:
+        """Do the same for a pass of other ranks, under ``join()``, for which this rank has no data."""
+
     def require_averaged(self, averaged: Collection[torch.Tensor]) -> None:
         """Raise if a parameter would have to be stepped that DDP does not average.
 

@@ -123,6 +123,8 @@ class Engine:
         _require_agreement(worker.agree)
         if kind is PassKind.STEPS:
             self._begin_to_step(current)
+        elif kind is PassKind.JOINED:
+            self._stepper.join()
 
     def _compare_after_error(self) -> None:
         """Raise if ranks that have removed a failed overlap go on with different iterations."""

@@ -27,6 +27,9 @@ _IN_FLIGHT = 2
 """Buckets that may be averaged or stepped while backward() continues. With the bucket that fills up and the
 gradient that is copied into it, four exist at a time; with 3 here, five. Gloo averages two at a time."""
 
+_MORE_SECONDS = 2.0
+"""How much longer than an average may take backward() waits for one: that one's own error comes first."""
+
 _PART_BYTES = 2**25
 """Part of a bucket to step at once. DDP's buckets have 25 MiB, but its first pass has one large bucket."""
 
@@ -240,15 +243,15 @@ class ReleasedPass:
             device: The device of the bucket.
 
         Returns:
-            Whether that was so within the time that an average may take.
+            Whether that was so within the time that an average may take, and some more.
         """
         places = self._places
         if done.done():  # on an accelerator a callback would take a stream
             places.release()
         else:
             done.add_done_callback(lambda _: places.release())
-        timeout = group_timeout(self._release.process_group, device)
-        in_time = places.acquire(timeout=timeout.total_seconds())
+        timeout = group_timeout(self._release.process_group, device).total_seconds()
+        in_time = places.acquire(timeout=timeout + _MORE_SECONDS)
         while len(self._events) > _IN_FLIGHT:
             self._events.popleft().synchronize()
         return in_time
