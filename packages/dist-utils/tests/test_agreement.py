@@ -94,12 +94,16 @@ WRONG = {
 
 
 def _long_terms(rank):
-    return [_outcome("hook", {"names": ("ab" * (3 << 19))[own:]}) for own in (0, rank)]
+    equal, different = [_outcome("hook", {"names": ("ab" * (3 << 19))[own:]}) for own in (0, rank)]
+    problem = ValueError("ab" * (5 << 20)) if rank == 1 else None  # more than the store takes in one value
+    return equal, different, _outcome("hook", {}, problem=problem)[:60]
 
 
 def test_terms_of_megabytes_that_differ_are_an_error_on_every_rank():
     ranks = run_ranks(_long_terms, 3)  # the store takes the terms of each, but not all in one value
-    assert len({equal for equal, _ in ranks}) == len({different for _, different in ranks}) == 1
+    assert len({equal for equal, *_ in ranks}) == len({different for _, different, _ in ranks}) == 1
+    told = ["AgreementError: hook: rank 1 cannot go on: ValueError: abab", "ValueError: abab"]
+    assert [problem.startswith(told[rank == 1]) for rank, (*_, problem) in enumerate(ranks)] == [True] * 3
     assert ranks[0][1].startswith("AgreementError: hook differs between ranks: names is 'abab")
     assert ranks[0][1].endswith("ab ...")
 

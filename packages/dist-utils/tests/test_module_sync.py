@@ -256,6 +256,7 @@ ONES = [torch.ones(4)]
 UNUSABLE = {
     "src": (_sync(src=5), "ValueError: src 5 is out of range for a group of 2 ranks"),
     "type of src": (_sync(src="0"), "TypeError: "),
+    "type of bucket": (_sync(bucket=250e6), "TypeError: broadcast_bucket_size and src must be integers"),
     "bucket": (_sync(bucket=0), "ValueError: broadcast_bucket_size must be positive, got 0"),
     "module": (_sync("module"), "TypeError: module is a str"),
     "failing module": (_sync(Failing(2, 2)), "LookupError: no buffers today"),

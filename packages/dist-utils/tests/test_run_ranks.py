@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,11 +40,26 @@ class Custom(Exception):  # noqa: N818
 def _fail(rank, name):
     if rank == 0:
         dist.barrier()
+    elif name == "skip":
+        pytest.skip("no GPU")
     elif name == "pytest":
         with pytest.raises(ValueError, match="never"):
             pass
     else:
-        raise {"KeyError": KeyError("lost"), "Custom": Custom("one", "two")}[name]
+        raise {
+            "KeyError": KeyError("lost"),
+            "Custom": Custom("one", "two"),
+            "exit": SystemExit(0),
+            "unknown": _unknown_class()("not here"),
+        }[name]
+
+
+def _unknown_class():
+    """Return a class of errors that only this process can import."""
+    module = types.ModuleType("only_there")
+    sys.modules["only_there"] = module
+    module.Unknown = type("Unknown", (Exception,), {"__module__": "only_there"})
+    return module.Unknown
 
 
 @pytest.mark.parametrize(
@@ -50,7 +67,10 @@ def _fail(rank, name):
     [
         ("KeyError", KeyError, "lost"),
         ("Custom", RuntimeError, "Custom: one two"),
-        ("pytest", RuntimeError, "Failed: DID NOT RAISE"),
+        ("pytest", pytest.fail.Exception, "DID NOT RAISE"),
+        ("skip", pytest.skip.Exception, "no GPU"),
+        ("exit", RankDied, r"sys\.exit\(0\)"),
+        ("unknown", RuntimeError, "a rank's error cannot be made here: ModuleNotFoundError"),
     ],
 )
 def test_an_error_comes_back_with_its_traceback_and_its_type_if_it_pickles(name, kind, text):
@@ -73,6 +93,8 @@ def _raise():
 
 
 def _return_oddly(rank, odd):
+    if odd == "unknown":
+        return None if rank else _unknown_class()()
     if rank == 0:
         return 0
     return OnlyThere() if odd == "unpickle" else lambda: None
@@ -83,6 +105,24 @@ def test_a_result_that_does_not_come_back_is_an_error_of_its_rank(odd, text):
     with pytest.raises((AttributeError, pickle.PicklingError, ArithmeticError), match=text) as caught:
         run_ranks(_return_oddly, 2, odd, backend=None)
     assert "rank 1 raised" in str(caught.value.__cause__)
+
+
+def test_a_result_of_a_class_that_the_caller_lacks_is_an_error():
+    with pytest.raises(RuntimeError, match="the result of rank 0 cannot be made here: ModuleNotFoundError"):
+        run_ranks(_return_oddly, 2, "unknown", backend=None)
+
+
+def _what_imports_do(rank):
+    return dist.get_debug_level().name, np.random.random()  # noqa: NPY002 - NumPy's global state
+
+
+def test_ranks_read_their_environment_and_draw_their_own_numbers(monkeypatch):
+    found = []
+    for level in ("DETAIL", "OFF"):
+        monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
+        found.append(run_ranks(_what_imports_do, 2, backend=None))
+    assert [[level for level, _ in ranks] for ranks in found] == [["DETAIL"] * 2, ["OFF"] * 2]
+    assert len({number for ranks in found for _, number in ranks}) == 4
 
 
 def _die(rank, how):

@@ -1,8 +1,11 @@
 """Helpers for tests: bitwise equality, a call in the middle of backward, buckets, and bytes on the wire."""
 
+import dataclasses
 import sys
 import time
+import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +22,17 @@ from dist_utils.testing import (
 NAN = float("nan")
 
 
+@dataclasses.dataclass
+class Parts:
+    parts: object
+
+
+def _quantized(scale):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated by newer versions
+        return torch.quantize_per_tensor(torch.ones(2), scale, 0, torch.qint8)
+
+
 @pytest.mark.parametrize(
     ("left", "right"),
     [
@@ -27,6 +41,7 @@ NAN = float("nan")
         (torch.tensor(1 + 2j), torch.tensor(1 - 2j).conj()),
         ({"a": [torch.ones(1), 2, "b"]}, {"a": [torch.ones(1), 2, "b"]}),
         (torch.eye(2).to_sparse(), torch.eye(2).to_sparse()),
+        (Parts(np.arange(5000)), Parts(np.arange(5000))),
     ],
 )
 def test_same_bits(left, right):
@@ -41,6 +56,9 @@ def test_same_bits(left, right):
         (torch.zeros(2), torch.zeros(2, 1)),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
         (torch.eye(2).to_sparse(), torch.eye(2)),
+        (np.zeros(5000), np.eye(1, 5000, 2500)[0]),
+        (Parts(torch.zeros(5000)), Parts(torch.eye(1, 5000))),
+        (_quantized(1.0), _quantized(0.25)),
     ],
 )
 def test_other_bits(left, right):

@@ -153,6 +153,8 @@ def _contents(
 
 
 def _require_arguments(group: dist.ProcessGroup, bucket_bytes: Any, src: Any) -> None:
+    if not isinstance(bucket_bytes, int) or not isinstance(src, int):
+        raise TypeError(f"broadcast_bucket_size and src must be integers, got {bucket_bytes!r} and {src!r}")
     if bucket_bytes <= 0:
         raise ValueError(f"broadcast_bucket_size must be positive, got {bucket_bytes}")
     if not 0 <= src < group.size():

@@ -95,7 +95,7 @@ def require_same_terms(
         process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
         title: What the terms belong to, for messages, as in ``"fp16_compress_hook"``; compared too.
         terms: What must be equal, by name. Values are compared by their ``repr``, also inside lists, tuples,
-            dictionaries and sets, whose order does not count.
+            dictionaries and sets (of exactly these classes), whose order does not count.
         problem: Why this rank cannot go on. It is raised on this rank; the other ranks get its text.
         timeout: How long to wait for the others; the group's own timeout if not given.
 
@@ -156,7 +156,7 @@ def compare(
             raise problem
         return Verdict(name=uuid.uuid4().hex, notes=(claim.note,) * group.size())
     if problem is not None:
-        claim = claim._replace(problem=error_text(problem))
+        claim = claim._replace(problem=error_text(problem)[:_LONGEST_DIFFERENCE])
     seconds = timeout_seconds(group) if seconds is None else seconds
     digest = hashlib.sha256(json.dumps(claim.terms).encode()).hexdigest()
     try:
@@ -176,7 +176,7 @@ def compare(
 
 
 _LONGEST_DIFFERENCE = 100_000
-"""Characters of a difference that ranks are told: torch's store takes no value above 8 MiB."""
+"""Characters of a difference or problem that ranks are told: torch's store takes no value above 8 MiB."""
 
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 """The numbers of the next meetings of each group."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
@@ -21,11 +22,12 @@ def same_bits(left: Any, right: Any) -> bool:
     included; their strides and devices may differ. Mappings must have their keys in one order.
 
     Args:
-        left: A tensor, a mapping, a list, a tuple, or anything else, which is compared by its ``repr``.
+        left: A tensor or NumPy array, a mapping, list, tuple or dataclass of such, or anything else, which
+            is compared by its ``repr``.
         right: Likewise.
 
     Raises:
-        TypeError: A part is an iterator or a module, whose ``repr`` does not show what it holds.
+        TypeError: A part is an iterator, a module or an optimizer, whose ``repr`` does not show its contents.
 
     Example:
         >>> same_bits({"a": torch.tensor([0.0, float("nan")])}, {"a": torch.tensor([0.0, float("nan")])})
@@ -40,7 +42,7 @@ def same_on_all_ranks(values: Any, group: GroupLike = None) -> bool:
     """Return whether all ranks hold bitwise identical values; all ranks get the same answer.
 
     Args:
-        values: A tensor, or mappings, lists and tuples of tensors and of what has a ``repr``.
+        values: As for :func:`same_bits`.
         group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
 
     Raises:
@@ -61,7 +63,9 @@ def same_on_all_ranks(values: Any, group: GroupLike = None) -> bool:
 
 def _parts(values: Any) -> Iterator[bytes]:
     """Yield all that a comparison depends on."""
-    if isinstance(values, torch.Tensor):
+    if isinstance(values, torch.Tensor) and values.is_quantized:
+        yield from _parts([values.int_repr(), values.dequantize()])
+    elif isinstance(values, torch.Tensor):
         yield f"{values.dtype} {values.shape} {values.layout}".encode()
         dense = values.detach() if values.layout is torch.strided else values.detach().to_dense()
         flat = dense.cpu().resolve_conj().resolve_neg().flatten()
@@ -79,7 +83,13 @@ def _parts(values: Any) -> Iterator[bytes]:
             yield from _parts(value)
             yield b","
         yield b"]"
-    elif isinstance(values, (Iterator, torch.nn.Module)):
+    elif dataclasses.is_dataclass(values) and not isinstance(values, type):
+        yield type(values).__qualname__.encode()
+        yield from _parts({field.name: getattr(values, field.name) for field in dataclasses.fields(values)})
+    elif hasattr(values, "tobytes") and hasattr(values, "dtype"):  # NumPy's
+        yield f"{values.dtype} {values.shape}".encode()
+        yield values.tobytes()
+    elif isinstance(values, (Iterator, torch.nn.Module, torch.optim.Optimizer)):
         raise TypeError(f"a {type(values).__name__} cannot be compared: give a list, or a state_dict")
     else:
         yield repr(values).encode()

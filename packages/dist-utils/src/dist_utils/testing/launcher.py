@@ -20,6 +20,7 @@ from typing import IO, Any, NoReturn
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # documented, not in its __all__
 
+from dist_utils.process_groups import error_text
 from dist_utils.testing.rank import Stage, run_rank
 
 _MOST_PATIENCE = 30.0
@@ -37,7 +38,7 @@ class RankTraceback(Exception):  # noqa: N818 - the cause of an error, not an er
 
 
 class RankDied(RuntimeError):  # noqa: N818 - says what happened
-    """A rank's process ended without a result: killed by a signal, or by ``os._exit``."""
+    """A rank's process ended without a result: killed by a signal, by ``os._exit`` or by ``sys.exit``."""
 
 
 class RanksHung(TimeoutError):  # noqa: N818 - says what happened
@@ -222,7 +223,7 @@ class _Rank:
     def result(self) -> Any:
         """Return what its function returned, ``None`` if it did not return."""
         returned = self.reports.get(Stage.RETURNED)
-        return None if returned is None else pickle.loads(returned)  # noqa: S301 - from our own process
+        return None if returned is None else _load(returned, f"the result of rank {self.number}")
 
     def end(self) -> None:
         """Kill its process, if it still runs."""
@@ -278,8 +279,21 @@ def _raise_first_failure(ranks: Sequence[_Rank]) -> NoReturn:
     failures = {rank.number: rank.reports[Stage.FAILED] for rank in ranks if Stage.FAILED in rank.reports}
     texts = [f"\nrank {number} raised:\n{failure.traceback}" for number, failure in failures.items()]
     dead = [rank for rank in ranks if rank.has_died and not rank.may_die]
-    error = _death(dead[0], len(ranks)) if dead else pickle.loads(min(failures.values()).error)  # noqa: S301
+    try:
+        error = _death(dead[0], len(ranks)) if dead else _load(min(failures.values()).error, "a rank's error")
+    except RuntimeError as not_loaded:
+        error = not_loaded
+    if isinstance(error, SystemExit):  # would end the caller, and after sys.exit(0) as if all were well
+        error = RankDied(f"a rank ended without a result: sys.exit({error.code!r})")
     raise error from RankTraceback("\n".join(texts)) if texts else None
+
+
+def _load(pickled: bytes, what: str) -> Any:
+    """Return what a rank has sent; its class may be one that this process cannot import."""
+    try:
+        return pickle.loads(pickled)  # noqa: S301 - from our own process
+    except Exception as error:
+        raise RuntimeError(f"{what} cannot be made here: {error_text(error)}") from error
 
 
 def _death(rank: _Rank, world_size: int) -> RankDied:

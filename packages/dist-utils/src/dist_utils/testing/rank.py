@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from dist_utils.process_groups import error_text
+
 if sys.platform == "linux":
     import fcntl
 
@@ -77,6 +79,7 @@ def run_rank(
     os.environ.update(environment)
     rank = int(environment["RANK"])
     try:
+        _take_up_environment()
         # A process may start later than the others by more than a collective may take.
         _meet(connection, Stage.READY)
         _end_with_caller()
@@ -145,6 +148,13 @@ def _end_with_caller() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _take_up_environment() -> None:
+    """Do again what imports in the server have done once for all ranks: read a variable, and draw a seed."""
+    dist.set_debug_level_from_env()  # type: ignore[attr-defined] # public
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
 def _join_group(rank: int, backend: str | None, group_timeout: float) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if backend is None:
@@ -169,5 +179,5 @@ def _failure(error: BaseException) -> Failure:
     try:
         pickled = _pickle(error)
     except BaseException:  # noqa: BLE001 - a class may refuse in any way
-        pickled = _pickle(RuntimeError(text.strip().rpartition("\n")[2]))
+        pickled = _pickle(RuntimeError(error_text(error)))
     return Failure(time.time(), pickled, text)
