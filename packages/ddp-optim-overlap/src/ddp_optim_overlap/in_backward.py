@@ -38,9 +38,7 @@ class _InBackward:
     def step(self, parameter: torch.Tensor) -> None:
         """Step with the gradient of this process, unless a DDP model averages it first."""
         if self.optimizers and not self.averaged_by:
-            note_writes([parameter])
-            for optimizer in self.optimizers:
-                optimizer.step()
+            _step_with(self.optimizers, parameter)
             parameter.grad = None
 
 
@@ -144,15 +142,20 @@ class _OwnOptimizers(Stepper):
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
         for parameter in parameters:
             if own := _optimizers_of(parameter):
-                note_writes([parameter])
+                _step_with(own, parameter)
                 self._stepped.append(parameter)
-            for optimizer in own:
-                optimizer.step()
 
     def finish(self, gradients: GradientWatch) -> None:
         del gradients
         while self._stepped:
             self._stepped.pop().grad = None
+
+
+def _step_with(optimizers: Sequence[torch.optim.Optimizer], parameter: torch.Tensor) -> None:
+    """Step a parameter with each of its own optimizers."""
+    note_writes([parameter])
+    for optimizer in optimizers:
+        optimizer.step()
 
 
 def _optimizers_of(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:

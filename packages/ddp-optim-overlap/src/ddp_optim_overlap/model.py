@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.optimizers.partial_steps import parameters_of
+from ddp_optim_overlap.passes.gradient_watch import tensor_versions
 from dist_utils import resolve_group
 from dist_utils.process_groups import group_of_model
-from dist_utils.torch_compat import GradBucket, private, tensor_version
+from dist_utils.torch_compat import GradBucket, private
 
 _FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 _HOOKS_WHOSE_NONE_IS_WORLD = ("ddp_compress_hooks.", "ddp_quant_hooks.", "torch.distributed.algorithms.")
@@ -181,9 +182,9 @@ def require_separate_memory(optimizers: Sequence[torch.optim.Optimizer]) -> None
 
 def _count_writes_together(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether a write into one of these tensors raises the version of another one, too."""
-    before = list(map(tensor_version, tensors))
+    before = tensor_versions(tensors)
     torch.autograd.graph.increment_version(tensors)
-    return [version + 1 for version in before] != list(map(tensor_version, tensors))
+    return [version + 1 for version in before] != tensor_versions(tensors)
 
 
 def register_comm_hook(

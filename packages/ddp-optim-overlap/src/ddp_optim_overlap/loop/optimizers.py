@@ -96,8 +96,10 @@ class OverlappedOptimizers(Stepper):
 
     def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
         """Clip those of a bucket's gradients that the optimizers step with."""
+        if self._clip is None:
+            return
         stepped = [one for one in parameters if any(one in part.places for part in self.parts)]
-        if self._clip is not None and stepped:
+        if stepped:
             self._clip.clip(stepped)
 
     def step(self, parameters: Sequence[torch.Tensor]) -> None:

@@ -156,7 +156,7 @@ def compare(
             raise problem
         return Verdict(name=uuid.uuid4().hex, notes=(claim.note,) * group.size())
     if problem is not None:
-        claim = claim._replace(problem=error_text(problem)[:_LONGEST_DIFFERENCE])
+        claim = claim._replace(problem=error_text(problem)[:_LONGEST_TEXT])
     seconds = timeout_seconds(group) if seconds is None else seconds
     digest = hashlib.sha256(json.dumps(claim.terms).encode()).hexdigest()
     try:
@@ -175,7 +175,7 @@ def compare(
     return verdict
 
 
-_LONGEST_DIFFERENCE = 100_000
+_LONGEST_TEXT = 100_000
 """Characters of a difference or problem that ranks are told: torch's store takes no value above 8 MiB."""
 
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
@@ -250,8 +250,8 @@ class _Meeting:
     def _judge(self, claims: list[Claim]) -> Verdict:
         notes = tuple(claim.note for claim in claims)
         difference = _first_difference(claims, self._ranks)
-        if len(difference) > _LONGEST_DIFFERENCE:
-            difference = f"{difference[:_LONGEST_DIFFERENCE]} ..."
+        if len(difference) > _LONGEST_TEXT:
+            difference = f"{difference[:_LONGEST_TEXT]} ..."
         return Verdict(difference, (), uuid.uuid4().hex, notes)
 
     def _who_came(self, seconds: float) -> Verdict:

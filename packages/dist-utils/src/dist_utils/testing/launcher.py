@@ -279,13 +279,19 @@ def _raise_first_failure(ranks: Sequence[_Rank]) -> NoReturn:
     failures = {rank.number: rank.reports[Stage.FAILED] for rank in ranks if Stage.FAILED in rank.reports}
     texts = [f"\nrank {number} raised:\n{failure.traceback}" for number, failure in failures.items()]
     dead = [rank for rank in ranks if rank.has_died and not rank.may_die]
-    try:
-        error = _death(dead[0], len(ranks)) if dead else _load(min(failures.values()).error, "a rank's error")
-    except RuntimeError as not_loaded:
-        error = not_loaded
-    if isinstance(error, SystemExit):  # would end the caller, and after sys.exit(0) as if all were well
-        error = RankDied(f"a rank ended without a result: sys.exit({error.code!r})")
+    error = _death(dead[0], len(ranks)) if dead else _raised(min(failures.values()).error)
     raise error from RankTraceback("\n".join(texts)) if texts else None
+
+
+def _raised(pickled: bytes) -> BaseException:
+    """Return what a rank has raised, as far as this process can have it."""
+    try:
+        error: BaseException = _load(pickled, "a rank's error")
+    except RuntimeError as not_loaded:
+        return not_loaded
+    if isinstance(error, SystemExit):  # would end the caller, and after sys.exit(0) as if all were well
+        return RankDied(f"a rank ended without a result: sys.exit({error.code!r})")
+    return error
 
 
 def _load(pickled: bytes, what: str) -> Any:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import enum
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -172,6 +173,17 @@ def _pickle(value: Any) -> bytes:
     pickled = pickle.dumps(value)
     pickle.loads(pickled)  # noqa: S301 - from this process
     return pickled
+
+
+def reduced_outcome(kind: str, outcome: Any) -> tuple[Callable[..., BaseException], tuple[str, str]]:
+    """Return an exception of pytest's as pickle takes it: how to make it in the caller, and of what."""
+    return _outcome, (kind, outcome.msg)
+
+
+def _outcome(kind: str, message: str) -> BaseException:
+    """Make what ``pytest.skip`` or ``pytest.fail`` raises."""
+    exception: BaseException = getattr(importlib.import_module("pytest"), kind).Exception(message)
+    return exception
 
 
 def _failure(error: BaseException) -> Failure:

@@ -8,32 +8,19 @@ import copyreg
 import functools
 import gc
 import importlib
-from typing import Any
 
-import dist_utils.testing  # noqa: F401
+from dist_utils.testing.rank import reduced_outcome
 
 # The first DDP model imports this part of torch.compile, for 1.5 seconds. No public module does.
 with contextlib.suppress(ImportError):
     importlib.import_module("torch._dynamo")
-
-
-def _outcome(kind: str, message: str) -> BaseException:
-    """Make an exception of pytest's, as ``pytest.skip`` raises it."""
-    exception: BaseException = getattr(importlib.import_module("pytest"), kind).Exception(message)
-    return exception
-
-
-def _reduced(kind: str, outcome: Any) -> tuple[Any, tuple[str, str]]:
-    return _outcome, (kind, outcome.msg)
-
-
 # The usual caller is a pytest module, which imports it in any case. The classes of these exceptions claim to
 # be built in, where pickle does not find them.
 with contextlib.suppress(ImportError):
     import pytest
 
     for name in ("skip", "fail"):
-        copyreg.pickle(getattr(pytest, name).Exception, functools.partial(_reduced, name))
+        copyreg.pickle(getattr(pytest, name).Exception, functools.partial(reduced_outcome, name))
 
 # Without this a rank that collects garbage would visit every object of torch again, and copy the memory that
 # it shares with the server: half a second of processor time.
