@@ -26,7 +26,14 @@ from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 from ddp_compress_hooks import allreduce_hook
-from ddp_optim_overlap import ConfigError, StepReport, WeightReuseError, overlap_optimizer
+from ddp_optim_overlap import (
+    ConfigError,
+    OptimizerHookState,
+    StepReport,
+    WeightReuseError,
+    hook_then_optimizer,
+    overlap_optimizer,
+)
 from dist_utils.testing import call_in_backward
 from dist_utils.torch_compat import default_store, every_thread
 
@@ -280,10 +287,10 @@ def check_reports_and_ranges():
 class Reuses(torch.nn.Module):
     """A block, mostly a checkpointed one, that uses a later layer's weight without its gradient."""
 
-    def __init__(self, how):
+    def __init__(self, how, width=8):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last, self.how = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), how
+        self.first, self.last, self.how = torch.nn.Linear(width, width), torch.nn.Linear(width, width), how
         self.goes_on = lambda: True
 
     def block(self, x):
@@ -335,6 +342,27 @@ def check_weight_reuse(how, *error):
             backward(ddp, torch.ones(2, 8))
         last.weight.sum()  # outside of backward: allowed
     assert_same({type(parameter) for parameter in ddp.parameters()}, {torch.nn.Parameter})
+
+
+class FusedFunction:
+    """A functional optimizer whose step tells autograd nothing."""
+
+    def step_param(self, param, grad):
+        assert grad is param.grad
+        torch.optim.SGD([param], lr=1.0, fused=True).step()
+
+
+def check_weight_reuse_with_step_param():
+    # The weight has 4 MiB, because smaller buckets wait for each other before they are stepped.
+    ddp, x = make_ddp(Reuses("saved", width=1024), bucket_cap_mb=1), torch.ones(2, 1024)
+    ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(FusedFunction())))
+    backward(ddp, x)
+    ddp.zero_grad()
+    last = ddp.module.last.weight
+    before = last.detach().clone()
+    ddp.module.goes_on = lambda: bool((last != before).any())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        backward(ddp, x)
 
 
 check = on_ranks(__name__, timeout=120, group_timeout=60)

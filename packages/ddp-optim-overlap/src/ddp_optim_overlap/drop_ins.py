@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_optim_overlap.loop.optimizers import OverlappedOptimizers
 from ddp_optim_overlap.model import require_separate_memory
 from ddp_optim_overlap.optimizers.admission import require_plain_step, require_step_per_parameter
+from ddp_optim_overlap.optimizers.step_hooks import note_writes
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
 from ddp_optim_overlap.passes.averaging import average_like_ddp
 from ddp_optim_overlap.passes.backward_pass import Stepper
@@ -91,6 +92,7 @@ class _StepFunctions(Stepper):
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
         for parameter in parameters:
             if self._only is None or parameter in self._only:
+                note_writes([parameter])
                 self._functional.step_param(parameter, parameter.grad)
                 self._stepped.append(parameter)
 
