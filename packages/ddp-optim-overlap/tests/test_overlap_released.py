@@ -28,6 +28,7 @@ from overlap_runs import (
 from parity_cases import MODES, train, two
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
+from ddp_compress_hooks import allreduce_hook
 from ddp_optim_overlap import (
     ConfigError,
     PerBucketNorm,
@@ -35,6 +36,7 @@ from ddp_optim_overlap import (
     overlap_optimizer,
 )
 from dist_utils.testing import patience, run_ranks
+from dist_utils.torch_compat import after_backward
 
 NONE = [None] * 10
 RELEASED = {"release_gradients": True}
@@ -61,6 +63,30 @@ def check_gradients_that_are_left(view):
         plain.zero_grad()
     backward(ddp, batches(1)[0])
     assert_same(gradients(ddp), NONE)
+
+
+class LooksAtTheEnd:
+    """Notes at the end of each pass which parameters have no gradient, as states with residuals do."""
+
+    def __init__(self, ddp):
+        self.parameters, self.without = list(ddp.parameters()), []
+
+    def __call__(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if bucket.index() == 0:
+            after_backward(lambda: self.without.append([one.grad is None for one in self.parameters]))
+        return allreduce_hook(None, bucket)
+
+
+@cases({"kept": ({},), "released": (RELEASED,)})
+def check_a_hook_sees_at_the_end_which_parameters_were_unused(options):
+    unused = [False] * 10
+    ddp = make_ddp(find_unused_parameters=True)
+    hook, optimizer = LooksAtTheEnd(ddp), sgd(ddp)
+    overlap_optimizer(ddp, optimizer, comm_hook=hook, **options)
+    for skipped in ((), (1,), ()):
+        ddp.module.skipped = skipped
+        train_on(ddp, optimizer, batches(1))
+    assert_same(hook.without, [unused, [False] * 4 + [True] * 2 + [False] * 4, unused])
 
 
 class Late:

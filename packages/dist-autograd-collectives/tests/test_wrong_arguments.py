@@ -31,6 +31,7 @@ REFUSED = [
     (ValueError, "4 elements, but 3 ranks send 2 each", lambda: dac.all_gather_base(torch.ones(4), X)),
     (ValueError, "add up to 2, got", lambda: dac.all_to_all_single(X, X, [1, 1, 1], [1, 1, 0])),
     (ValueError, "cannot be split into 3 equal parts", lambda: dac.all_to_all_single(X, X)),
+    (TypeError, "a pair in perm must be integers", lambda: dac.permute(X, [1, 0])),
     (TypeError, "must be integers", lambda: dac.all_to_all_single(X, X, [1.0, 0, 1], [1, 0, 1])),
     (ValueError, "of 3 numbers|3 tensors", lambda: dac.scatter([X, X], dist.get_rank())),
     (ValueError, "list of 3 tensors, other ranks a list or like=", lambda: dac.scatter(None, 0)),
