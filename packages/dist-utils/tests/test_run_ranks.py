@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import pickle
 import re
@@ -28,6 +29,15 @@ def _sum(rank, start):
 
 def test_results_come_back_in_rank_order():
     assert run_ranks(_sum, 3, 10) == [(33, str(rank), "3") for rank in range(3)]
+
+
+def _start_method(_):
+    return multiprocessing.get_start_method()
+
+
+def test_ranks_start_processes_as_their_caller_does():
+    """By forking, where that is the default: a DataLoader's workers import nothing."""
+    assert run_ranks(_start_method, 1) == [multiprocessing.get_start_method()]
 
 
 class Custom(Exception):  # noqa: N818

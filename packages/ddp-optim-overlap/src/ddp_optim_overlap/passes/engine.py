@@ -253,8 +253,8 @@ class Engine:
             if current.stage is PassStage.COMPLETE:
                 self._finish(current)
 
-        # After what communication hooks do at the end: states with error feedback look at ``.grad`` to see which
-        # parameters no rank has used.
+        # After what communication hooks do at the end: states with error feedback look at ``.grad`` to see
+        # which parameters no rank has used.
         after_backward(partial(after_backward, partial(finish, mark)))
 
     def _finish(self, current: BackwardPass) -> None:

@@ -115,7 +115,7 @@ def run_ranks(
         [21, 21]
     """
     _check(world_size, backend, timeout, group_timeout)
-    context = multiprocessing.get_context("forkserver")
+    context, start_method = multiprocessing.get_context("forkserver"), multiprocessing.get_start_method()
     context.set_forkserver_preload(["dist_utils.testing.server"])
     with contextlib.ExitStack() as until_return:
         stacks = until_return.enter_context(tempfile.TemporaryFile("a+"))
@@ -139,7 +139,7 @@ def run_ranks(
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             process = context.Process(
                 target=run_rank,
-                args=(theirs, files, own, backend, group_timeout, fn, args),
+                args=(theirs, files, own, start_method, backend, group_timeout, fn, args),
             )
             process.start()
             theirs.close()

@@ -54,6 +54,7 @@ def run_rank(
     connection: Connection,
     files: Sequence[Connection],
     environment: dict[str, str],
+    start_method: str,
     backend: str | None,
     group_timeout: float,
     fn: Callable[..., Any],
@@ -65,6 +66,8 @@ def run_rank(
         connection: For reports, and for the answers to those of the first two stages.
         files: Where standard output and error go, and where the stack is written at SIGUSR1.
         environment: All of it, the rank included.
+        start_method: How multiprocessing starts processes in the caller. Here it would take a server, as for
+            the ranks themselves: another one for each rank, which imports torch again.
         backend: As for :func:`run_ranks`; so are the rest.
         group_timeout: Seconds.
         fn: Called with the rank and ``args``.
@@ -78,6 +81,7 @@ def run_rank(
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno())
     os.environ.clear()  # that of the server's start
     os.environ.update(environment)
+    multiprocessing.set_start_method(start_method, force=True)
     rank = int(environment["RANK"])
     try:
         _take_up_environment()
