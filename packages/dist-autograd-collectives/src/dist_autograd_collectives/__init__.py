@@ -60,4 +60,4 @@ __all__ = [
     "start",
 ]
 
-__version__ = "1.0.1"
+__version__ = "1.0.2"
