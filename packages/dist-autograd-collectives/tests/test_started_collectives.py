@@ -3,9 +3,12 @@
 import gc
 import itertools
 import mmap
+import signal
 import sys
+import time
 import traceback
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -133,6 +136,52 @@ def _failed(rank):
 
 def test_an_error_of_a_handle_is_raised_again_and_holds_nothing():
     assert run_ranks(_failed, 2) == [[None, None], []]
+
+
+def _waits_of_two_threads(rank):
+    if rank:
+        time.sleep(0.5)
+    handle = dac.start(dac.all_reduce, torch.ones(1))
+    with ThreadPoolExecutor(2) as pool:
+        first, second = [pool.submit(handle.wait) for _ in range(2)]
+    return first.result() is second.result(), handle.wait().item()
+
+
+def test_two_threads_get_one_result():
+    assert run_ranks(_waits_of_two_threads, 2) == [(True, 2.0)] * 2
+
+
+def _interrupted(rank):
+    """Rank 0 is interrupted while rank 1 has not come."""
+    if rank:
+        time.sleep(1)
+        return dac.start(dac.all_reduce, torch.ones(1)).wait().item()
+    handle = dac.start(dac.all_reduce, torch.ones(1))
+    signal.signal(signal.SIGALRM, _interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait()
+    with pytest.raises(dac.CollectiveError, match=r"earlier wait for all_reduce\(SUM\).*KeyboardInterrupt"):
+        handle.wait()
+    return 2.0
+
+
+def _interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_after_an_interrupt_the_next_wait_says_so():
+    assert run_ranks(_interrupted, 2) == [2.0, 2.0]
+
+
+def _inference(rank):
+    del rank
+    with torch.inference_mode():
+        return dac.start(dac.reduce, torch.ones(20_000), 0).wait().sum().item()
+
+
+def test_a_large_reduce_that_is_started_in_inference_mode():
+    assert run_ranks(_inference, 3) == [60_000.0, 0.0, 0.0]
 
 
 def _several(rank):

@@ -340,3 +340,78 @@ def _batched(rank):
 
 def test_batches_of_gradients():
     assert run_ranks(_batched, 2, group_timeout=30) == [{}, {}]
+
+
+def _started(collective):
+    return lambda x: dac.start(collective, x).wait()
+
+
+BACKWARDS = {
+    "all_reduce": lambda x: dac.all_reduce(x * x),
+    "all_reduce max": lambda x: dac.all_reduce(x * x, "max"),
+    "all_gather_cat": lambda x: dac.all_gather_cat(x * x),
+    "started": lambda x: _started(dac.all_reduce)(x * x),
+    "started max": lambda x: dac.start(dac.all_reduce, x * x, "max").wait(),
+}
+
+
+def _backward(y, x):
+    return lambda v: torch.autograd.grad(y, x, v, retain_graph=True)[0]
+
+
+def _backwards_of_eager_graphs(rank):
+    """Transform, or record, the backward of a graph that exists, for which nobody asks for a further one."""
+    found = {}
+    for name, collective in BACKWARDS.items():
+        x = torch.tensor([1.0, 2.0, 3.0 + rank], dtype=torch.float64, requires_grad=True)
+        y = collective(x)
+        back = _backward(y, x)
+        v = torch.arange(y.numel(), dtype=torch.float64) + rank
+        plain = back(v)
+        rows = torch.stack([v, v.cos()])
+        found[name] = {
+            "make_fx": torch.equal(make_fx(back)(v)(v), plain),
+            "vmap": torch.equal(torch.func.vmap(back)(rows), torch.stack([plain, back(v.cos())])),
+            "jvp": torch.equal(torch.func.jvp(back, (v,), (v.cos(),))[1], back(v.cos())),
+        }
+    return found
+
+
+def test_the_backward_of_an_eager_graph_is_seen_by_what_transforms_or_records_it():
+    for found in run_ranks(_backwards_of_eager_graphs, 2):
+        assert found == {name: dict.fromkeys(["make_fx", "vmap", "jvp"], True) for name in BACKWARDS}
+
+
+def _hessian_product(rank):
+    x = torch.tensor(1.0 + rank, dtype=torch.float64, requires_grad=True)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        (gradient,) = torch.autograd.grad(dac.all_reduce(dual) ** 3, dual)
+        return forward_ad.unpack_dual(gradient).tangent.item()
+
+
+def test_forward_mode_over_a_backward_without_a_graph():
+    """Of 2 (x + y)^3, both ranks' losses, at (1, 2), along (1, 1): 2 * 6 * 3 * 2."""
+    assert run_ranks(_hessian_product, 2) == [72.0, 72.0]
+
+
+def _handles_of_outside(_):
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+
+    def wait_inside(transform):
+        handle = dac.start(dac.all_reduce, 2 * x, "max")
+        found = transform(handle)
+        (gradient,) = torch.autograd.grad(handle.wait().sum(), x)
+        return found.tolist(), gradient.tolist()
+
+    rows = torch.ones(3, 2)
+    return {
+        "vmap": wait_inside(lambda h: torch.func.vmap(lambda row: row * h.wait())(rows)[0]),
+        "jvp": wait_inside(lambda h: torch.func.jvp(lambda v: v * h.wait(), (rows[0],), (rows[0],))[1]),
+        "compile": wait_inside(lambda h: torch.compile(lambda v: v * h.wait(), backend="eager")(rows[0])),
+    }
+
+
+def test_a_handle_of_outside_is_a_constant_inside():
+    for found in run_ranks(_handles_of_outside, 2):
+        assert found == dict.fromkeys(["vmap", "jvp", "compile"], ([2.0, 4.0], [2.0, 2.0]))

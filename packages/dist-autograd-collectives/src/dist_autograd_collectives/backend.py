@@ -155,7 +155,7 @@ def native(tensors: Tensors, linear_map: Map) -> Wait:
     def wait() -> Tensors:
         work.wait()
         # On the other ranks a backend leaves partial sums.
-        return (total if who.rank == linear_map.root else total.zero_(),)
+        return (total if who.rank == linear_map.root else torch.zeros_like(total),)
 
     return wait
 

@@ -11,8 +11,10 @@ import contextlib
 import functools
 import inspect
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, cast
+from zlib import crc32
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -75,7 +77,10 @@ def prepare(
         if splits is not None:
             _compare_splits(who, *splits)
     # Symbolic shapes of a compiler have no hash. A mean may be sent in another dtype.
-    form = 0 if recorded else hash((tuple(forms), hash_of_names(*{tensor.dtype for tensor in tensors})))
+    form = 0
+    if not recorded:
+        dtypes = hash_of_names(*{tensor.dtype for tensor in tensors})
+        form = hash((tuple(forms), dtypes, crc32(f"{terms}, {grad}".encode())))
     return Call.next(title, who, grad, form), tensors
 
 
@@ -244,6 +249,7 @@ class Handle(Generic[T]):
         if is_traced():
             self._result.append(_complete(first.then(*linear(first.tensors, first.map))))
         else:
+            self._lock = threading.Lock()
             self._flight = Flight(first.map)
             self._token = self._flight.launch(first.tensors)
 
@@ -258,8 +264,6 @@ class Handle(Generic[T]):
                 in ``torch.no_grad`` or a checkpoint with ``use_reentrant=True``, and is waited for with
                 them: the gradient of its tensors would be lost.
         """
-        if self._error is not None:
-            raise same_error(self._error)
         if self._loses_gradients and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{self._title} was started without gradients (in torch.no_grad, or in a checkpoint with "
@@ -267,17 +271,29 @@ class Handle(Generic[T]):
                 "with gradients too, or from detached tensors"
             )
         if not self._result:
-            try:
-                self._result.append(self._finish())
-            except Exception as error:
-                self._error = same_error(error)  # without the frames, which hold this handle
-                raise
+            with self._lock:
+                self._finish_once()
         return self._result[0]
+
+    def _finish_once(self) -> None:
+        if self._error is not None:
+            raise same_error(self._error)
+        if self._result:  # of another thread
+            return
+        try:
+            self._result.append(self._finish())
+        except Exception as error:
+            self._error = same_error(error)  # without the frames, which hold this handle
+            raise
+        except BaseException as error:
+            self._error = CollectiveError(f"an earlier wait for {self._title} was ended by {error!r}")
+            raise
 
     def _finish(self) -> T:
         """Return the result, in the modes of the start; a checkpoint around it does not see what it saves."""
         with (
-            torch.inference_mode(mode=False),
+            outside_function_transforms(),
+            torch.inference_mode(False),  # Dynamo takes no keyword
             torch.set_grad_enabled(self._with_gradients),
             saved_tensors_hooks(identity, identity),
             _without_autocast(),

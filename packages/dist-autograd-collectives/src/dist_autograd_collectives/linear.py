@@ -12,11 +12,17 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from dist_autograd_collectives import backend, transforms
 from dist_autograd_collectives.arguments import check_tensor
 from dist_autograd_collectives.calls import Call, Map, Tensors, Wait
-from dist_autograd_collectives.transforms import is_batched_gradient, is_traced, outside_function_transforms
+from dist_autograd_collectives.transforms import (
+    is_batched_gradient,
+    is_recorded,
+    is_traced,
+    outside_function_transforms,
+)
 from dist_utils.torch_compat import graph_task_id, profiler_range
 
 
@@ -30,7 +36,8 @@ def linear(tensors: Tensors, linear_map: Map) -> Tensors:
 
 def _begin(tensors: Tensors, linear_map: Map) -> Wait:
     """Start a map, unseen by autograd."""
-    if any(map(is_batched_gradient, tensors)):  # torch runs the operator once per gradient of the batch
+    # Of a batch of gradients torch runs the operator once for each.
+    if is_recorded() or any(map(is_batched_gradient, tensors)):
         batch = transforms.apply(tensors, linear_map)
         return lambda: batch
     return backend.begin(tensors, linear_map)
@@ -60,6 +67,10 @@ def _save_something(ctx: Any, like: torch.Tensor) -> None:
     ctx.save_for_backward(like.new_empty(0))
 
 
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    return unpack_dual(tensor).tangent is not None
+
+
 def _dense(cotangents: Tensors) -> Tensors:
     """Return the cotangents, sparse ones as dense tensors."""
     return tuple(x if x.layout is torch.strided else x.to_dense() for x in cotangents)
@@ -77,8 +88,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         ctx.saved_tensors  # noqa: B018
         # Even if this rank needs no gradient, the others wait for it.
-        apply = linear if torch.is_grad_enabled() else _run
-        return None, *apply(_dense(cotangents), ctx.map.transpose())
+        seen = torch.is_grad_enabled() or is_traced() or any(map(_has_tangent, cotangents))
+        return None, *(linear if seen else _run)(_dense(cotangents), ctx.map.transpose())
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> Tensors:
@@ -97,14 +108,21 @@ class Flight:
         self.map = linear_map
         self.backwards: dict[int, Flight] = {}  # by the backward pass that they belong to
         self.wait: Wait | None = None
+        self._traced: Tensors | None = None
+        """The results, if something transforms or records the backward of two eager operations."""
 
     def launch(self, tensors: Tensors) -> torch.Tensor:
         """Start the map; return the token for :meth:`arrive`."""
+        if is_traced():
+            self._traced = linear(tensors, self.map)
+            return tensors[0].new_empty(0)
         token: torch.Tensor = _Launch.apply(self, *tensors)  # type: ignore[no-untyped-call]
         return token
 
     def arrive(self, token: torch.Tensor) -> Tensors:
         """Wait for the result; may be called once."""
+        if self._traced is not None:
+            return self._traced
         results: Tensors = _Arrive.apply(self, token)  # type: ignore[no-untyped-call]
         return results
 
