@@ -68,7 +68,8 @@ def _save_something(ctx: Any, like: torch.Tensor) -> None:
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:
-    return unpack_dual(tensor).tangent is not None
+    unpack: Any = unpack_dual  # torch gives it no types
+    return unpack(tensor).tangent is not None
 
 
 def _dense(cotangents: Tensors) -> Tensors:
