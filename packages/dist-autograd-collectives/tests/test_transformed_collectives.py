@@ -342,15 +342,11 @@ def test_batches_of_gradients():
     assert run_ranks(_batched, 2, group_timeout=30) == [{}, {}]
 
 
-def _started(collective):
-    return lambda x: dac.start(collective, x).wait()
-
-
 BACKWARDS = {
     "all_reduce": lambda x: dac.all_reduce(x * x),
     "all_reduce max": lambda x: dac.all_reduce(x * x, "max"),
     "all_gather_cat": lambda x: dac.all_gather_cat(x * x),
-    "started": lambda x: _started(dac.all_reduce)(x * x),
+    "started": lambda x: dac.start(dac.all_reduce, x * x).wait(),
     "started max": lambda x: dac.start(dac.all_reduce, x * x, "max").wait(),
 }
 

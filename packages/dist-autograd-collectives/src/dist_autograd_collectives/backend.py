@@ -154,7 +154,7 @@ def native(tensors: Tensors, linear_map: Map) -> Wait:
 
     def wait() -> Tensors:
         work.wait()
-        # On the other ranks a backend leaves partial sums.
+        # The other ranks have partial sums, maybe in inference tensors, which cannot be zeroed in place.
         return (total if who.rank == linear_map.root else torch.zeros_like(total),)
 
     return wait

@@ -76,10 +76,10 @@ def prepare(
         check.require_same(who, TensorClaim([("", one) for one in described], f"{title}{terms}, {grad}"))
         if splits is not None:
             _compare_splits(who, *splits)
-    # Symbolic shapes of a compiler have no hash. A mean may be sent in another dtype.
     form = 0
-    if not recorded:
-        dtypes = hash_of_names(*{tensor.dtype for tensor in tensors})
+    if not recorded:  # symbolic shapes of a compiler have no hash
+        dtypes = hash_of_names(*{tensor.dtype for tensor in tensors})  # a mean may be sent in another one
+        # Not hash_of_names, which keeps all that it has seen: sizes may be others in every step.
         form = hash((tuple(forms), dtypes, crc32(f"{terms}, {grad}".encode())))
     return Call.next(title, who, grad, form), tensors
 

@@ -259,9 +259,8 @@ def permute(
 
 def _pairs(perm: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the pairs of ranks; raises if ``perm`` is anything else."""
-    if not isinstance(perm, (list, tuple)):
-        raise TypeError(f"perm must be a list of pairs of ranks, got {perm!r}")
-    pairs = [arguments.integers("the ranks of a pair in perm", pair) for pair in perm]
-    if any(len(pair) != 2 for pair in pairs):
+    label = "the ranks of a pair in perm"
+    pairs = [arguments.integers(label, pair) for pair in perm] if isinstance(perm, (list, tuple)) else None
+    if pairs is None or any(len(pair) != 2 for pair in pairs):
         raise TypeError(f"perm must be a list of pairs of ranks, got {perm!r}")
     return [(source, destination) for source, destination in pairs]

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch.autograd.forward_ad import unpack_dual
 
 from dist_autograd_collectives import backend, transforms
 from dist_autograd_collectives.arguments import check_tensor
 from dist_autograd_collectives.calls import Call, Map, Tensors, Wait
 from dist_autograd_collectives.transforms import (
+    has_tangent,
     is_batched_gradient,
-    is_recorded,
     is_traced,
     outside_function_transforms,
 )
@@ -36,8 +35,7 @@ def linear(tensors: Tensors, linear_map: Map) -> Tensors:
 
 def _begin(tensors: Tensors, linear_map: Map) -> Wait:
     """Start a map, unseen by autograd."""
-    # Of a batch of gradients torch runs the operator once for each.
-    if is_recorded() or any(map(is_batched_gradient, tensors)):
+    if any(map(is_batched_gradient, tensors)):  # torch runs the operator once per gradient of the batch
         batch = transforms.apply(tensors, linear_map)
         return lambda: batch
     return backend.begin(tensors, linear_map)
@@ -67,11 +65,6 @@ def _save_something(ctx: Any, like: torch.Tensor) -> None:
     ctx.save_for_backward(like.new_empty(0))
 
 
-def _has_tangent(tensor: torch.Tensor) -> bool:
-    unpack: Any = unpack_dual  # torch gives it no types
-    return unpack(tensor).tangent is not None
-
-
 def _dense(cotangents: Tensors) -> Tensors:
     """Return the cotangents, sparse ones as dense tensors."""
     return tuple(x if x.layout is torch.strided else x.to_dense() for x in cotangents)
@@ -89,8 +82,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         ctx.saved_tensors  # noqa: B018
         # Even if this rank needs no gradient, the others wait for it.
-        seen = torch.is_grad_enabled() or is_traced() or any(map(_has_tangent, cotangents))
-        return None, *(linear if seen else _run)(_dense(cotangents), ctx.map.transpose())
+        is_seen = torch.is_grad_enabled() or is_traced() or any(map(has_tangent, cotangents))
+        apply = linear if is_seen else _run
+        return None, *apply(_dense(cotangents), ctx.map.transpose())
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> Tensors:

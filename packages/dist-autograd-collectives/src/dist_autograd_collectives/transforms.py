@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.autograd.forward_ad import unpack_dual
 
 # The mode in which graphs are recorded, by AOTAutograd too.
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_mode
@@ -65,6 +66,12 @@ def is_batched_gradient(tensor: torch.Tensor) -> bool:
     """
     purpose = "collectives in batches of gradients"
     return bool(private("torch._C._functorch", "is_legacy_batchedtensor", purpose)(tensor))
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Return whether forward mode follows a tensor, outside of ``torch.func``."""
+    unpack: Any = unpack_dual  # torch gives it no types
+    return unpack(tensor).tangent is not None
 
 
 def apply(tensors: Tensors, linear_map: Map) -> Tensors:

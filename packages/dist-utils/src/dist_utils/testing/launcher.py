@@ -115,7 +115,8 @@ def run_ranks(
         [21, 21]
     """
     _check(world_size, backend, timeout, group_timeout)
-    context, start_method = multiprocessing.get_context("forkserver"), multiprocessing.get_start_method()
+    context = multiprocessing.get_context("forkserver")
+    start_method = multiprocessing.get_start_method()
     context.set_forkserver_preload(["dist_utils.testing.server"])
     with contextlib.ExitStack() as until_return:
         stacks = until_return.enter_context(tempfile.TemporaryFile("a+"))
