@@ -229,10 +229,11 @@ def _several(x):
 
 
 def _coalesced(op):
+    tensors = lambda x: [*_several(x), x.sum(dtype=x.dtype)]  # noqa: E731
     return Case(
-        lambda x, group, ranks: list(dac.all_reduce_coalesced(_several(x), op.lower(), group=group)),
+        lambda x, group, ranks: list(dac.all_reduce_coalesced(tensors(x), op.lower(), group=group)),
         lambda xs: [
-            [_reduced(torch.stack(each), op) for each in zip(*map(_several, xs), strict=True)] for _ in xs
+            [_reduced(torch.stack(each), op) for each in zip(*map(tensors, xs), strict=True)] for _ in xs
         ],
         linear=op in ("SUM", "AVG"),
     )

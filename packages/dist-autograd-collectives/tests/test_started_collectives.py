@@ -174,14 +174,33 @@ def test_after_an_interrupt_the_next_wait_says_so():
     assert run_ranks(_interrupted, 2) == [2.0, 2.0]
 
 
+def _waits_again(rank):
+    """A signal's handler waits while the wait that it interrupts has a result and has not returned it."""
+    if rank:
+        time.sleep(1)
+        return dac.start(dac.all_reduce, torch.ones(1)).wait().item()
+    handle = dac.start(dac.all_reduce, torch.ones(1))
+    signal.signal(signal.SIGALRM, lambda *_: handle.wait())
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(RuntimeError, match=r"all_reduce\(SUM\) is waited for by this thread already"):
+        handle.wait()
+    return 2.0
+
+
+def test_a_wait_inside_a_wait_is_an_error():
+    assert run_ranks(_waits_again, 2, timeout=30) == [2.0, 2.0]
+
+
 def _inference(rank):
     del rank
     with torch.inference_mode():
-        return dac.start(dac.reduce, torch.ones(20_000), 0).wait().sum().item()
+        gathered = torch.empty(6)
+        dac.start(dac.all_gather_base, gathered, torch.ones(2)).wait()
+        return dac.start(dac.reduce, torch.ones(20_000), 0).wait().sum().item(), gathered.tolist()
 
 
-def test_a_large_reduce_that_is_started_in_inference_mode():
-    assert run_ranks(_inference, 3) == [60_000.0, 0.0, 0.0]
+def test_what_is_started_in_inference_mode():
+    assert run_ranks(_inference, 3) == [(total, [1.0] * 6) for total in (60_000.0, 0.0, 0.0)]
 
 
 def _several(rank):
@@ -232,6 +251,44 @@ def test_a_result_is_the_same_wherever_it_is_waited_for_with_its_gradient():
             "started in inference": [3, 3],
             "stays usable": [3, 3],
         }
+
+
+LOSING = {
+    "all_reduce": lambda w: (dac.all_reduce, w),
+    "all_reduce avg": lambda w: (dac.all_reduce, w, "avg"),
+    "all_reduce of a complex tensor": lambda w: (dac.all_reduce, w.to(torch.complex64)),
+    "all_reduce_coalesced": lambda w: (dac.all_reduce_coalesced, [torch.ones(2, 2), w]),
+    "reduce_scatter": lambda w: (dac.reduce_scatter, torch.empty(2, 2), [torch.ones(2, 2), w]),
+    "all_gather": lambda w: (dac.all_gather, w),
+    "all_gather_cat": lambda w: (dac.all_gather_cat, w),
+    "all_gather_stack": lambda w: (dac.all_gather_stack, w),
+    "scatter": lambda w: (dac.scatter, [w, w]),
+    "all_to_all": lambda w: (dac.all_to_all, [torch.empty(2, 2), torch.empty(2, 2)], [w, w]),
+    "all_to_all_dim": lambda w: (dac.all_to_all_dim, w, 1, 0),
+    "permute": lambda w: (dac.permute, w, [(0, 1), (1, 0)]),
+}
+
+
+def _losing(_):
+    """What loses a gradient without an error, if it is started without gradients and awaited with them."""
+    w, silent = torch.ones(2, 2, requires_grad=True), []
+    for name, arguments in LOSING.items():
+        with torch.enable_grad():
+            function, *args = arguments(w)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                handle = dac.start(function, *args)
+            try:
+                handle.wait()
+            except RuntimeError as error:
+                assert "was started without gradients" in str(error), error  # noqa: PT017
+            else:
+                silent.append((name, mode))
+    return silent
+
+
+def test_no_function_loses_a_gradient_silently():
+    assert run_ranks(_losing, 2, group_timeout=30) == [[], []]
 
 
 STARTED = {

@@ -338,8 +338,25 @@ def _batched(rank):
     return wrong
 
 
-def test_batches_of_gradients():
-    assert run_ranks(_batched, 2, group_timeout=30) == [{}, {}]
+def _batched_twice(rank):
+    """The second derivatives of the rows at once, and one by one."""
+    x, wrong = torch.tensor([1.0, 2.0]).mul(rank + 1).requires_grad_(), {}
+    for name in ("all_reduce", "all_gather_cat", "started"):
+        y = COLLECTIVES[name](x).flatten() ** 3
+        one_by_one = [torch.autograd.grad(y, x, row, create_graph=True)[0] for row in torch.eye(len(y))]
+        (at_once,) = torch.autograd.grad(y, x, torch.eye(len(y)), is_grads_batched=True, create_graph=True)
+        found, right = (
+            torch.autograd.grad(each.sum(), x, retain_graph=True)[0]
+            for each in (at_once, torch.stack(one_by_one))
+        )
+        if not torch.equal(found, right):
+            wrong[name] = found, right
+    return wrong
+
+
+@pytest.mark.parametrize("function", [_batched, _batched_twice])
+def test_batches_of_gradients(function):
+    assert run_ranks(function, 2, group_timeout=30) == [{}, {}]
 
 
 BACKWARDS = {
@@ -411,3 +428,13 @@ def _handles_of_outside(_):
 def test_a_handle_of_outside_is_a_constant_inside():
     for found in run_ranks(_handles_of_outside, 2):
         assert found == dict.fromkeys(["vmap", "jvp", "compile"], ([2.0, 4.0], [2.0, 2.0]))
+
+
+def _handle_in_a_recorded_graph(_):
+    handle, ones = dac.start(dac.all_reduce, torch.ones(2)), torch.ones(2)
+    recorded = make_fx(lambda v: v * handle.wait())(ones)
+    return [each.tolist() for each in (recorded(ones), recorded(ones), handle.wait())]
+
+
+def test_a_recorded_graph_does_not_repeat_the_sum_of_a_handle():
+    assert run_ranks(_handle_in_a_recorded_graph, 2) == [[[2.0, 2.0]] * 3] * 2

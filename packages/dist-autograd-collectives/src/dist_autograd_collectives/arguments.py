@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
@@ -98,7 +99,10 @@ def check_buffer(label: str, buffer: torch.Tensor, like: torch.Tensor) -> None:
 
 def fill(buffer: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """Copy a result into the caller's buffer, which is not part of the graph and may be reused."""
-    buffer.detach().copy_(result.detach())
+    # A collective that was started in inference mode is waited for in the mode of its result.
+    inside = not is_recorded() and buffer.is_inference()
+    with torch.inference_mode() if inside else contextlib.nullcontext():
+        buffer.detach().copy_(result.detach())
     return result
 
 

@@ -59,15 +59,17 @@ class Call(NamedTuple):
         who: The ranks.
         replicated: Whether all ranks' losses are one and the same, counted once.
         key: What tells its messages from those of the group's other calls.
+        needs_gradient: Whether a tensor that the caller gave needs a gradient.
     """
 
     title: str
     who: Members
     replicated: bool
     key: int
+    needs_gradient: bool = False
 
     @classmethod
-    def next(cls, title: str, who: Members, grad: Convention, form: int) -> Call:
+    def next(cls, title: str, who: Members, grad: Convention, form: int, needs_gradient: bool) -> Call:
         """Return the next call of a group, which all ranks count, in every grad mode.
 
         Args:
@@ -75,11 +77,12 @@ class Call(NamedTuple):
             who: The ranks.
             grad: The convention.
             form: A hash of the shapes and dtypes that must be equal on all ranks.
+            needs_gradient: Whether a tensor that the caller gave needs a gradient.
         """
         if who.group is not None:
             _numbers[who.group] = _numbers.get(who.group, 0) + 1
             form = hash((_numbers[who.group], form))
-        return cls(title, who, grad == "replicated", form)
+        return cls(title, who, grad == "replicated", form, needs_gradient)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from dist_autograd_collectives.arguments import check_own_part
 from dist_autograd_collectives.backend import CollectiveError
 from dist_autograd_collectives.calls import Call, Convention, Map, Members, Tensors, hash_of_names, members
 from dist_autograd_collectives.linear import Flight, linear
-from dist_autograd_collectives.transforms import is_recorded, is_traced, outside_function_transforms
+from dist_autograd_collectives.transforms import is_recorded, is_traced, outside_transforms
 from dist_utils import AgreementError, TensorMismatchError, resolve_group
 from dist_utils.process_groups import TensorClaim, all_gather_plain, require_same_tensors, same_error
 from dist_utils.torch_compat import transformed_as
@@ -54,7 +54,7 @@ def prepare(
     Args:
         title: The function, and the operation, for errors and profilers.
         who: The ranks.
-        tensors: This rank's tensors.
+        tensors: This rank's tensors, as the caller gave them.
         anchor: Whether the backward of the call runs on this rank even if no tensor needs a gradient.
         check: The :class:`Comparison`, if ranks compare their calls.
         terms: Every argument besides the title and the tensors that must be equal.
@@ -66,13 +66,13 @@ def prepare(
     tensors = _anchor(tensors, anchor)
     if splits is not None:
         check_own_part(*splits, who)
-    recorded = is_recorded()
+    recorded, needs_gradient = is_recorded(), any(tensor.requires_grad for tensor in tensors)
     forms = [tuple(shape)] if shape is not None else [tuple(tensor.shape) for tensor in tensors]
     if uneven_dim is not None:
         forms = [(*form[:uneven_dim], -1, *form[uneven_dim + 1 :]) for form in forms]
     if isinstance(check, Comparison) and not recorded:
-        needs = any(tensor.requires_grad for tensor in tensors)  # then backward runs, for all of them
-        described = [_description(*pair, needs) for pair in zip(tensors, forms, strict=False)]
+        # If one of them does, backward runs, for all of them.
+        described = [_description(*pair, needs_gradient) for pair in zip(tensors, forms, strict=False)]
         check.require_same(who, TensorClaim([("", one) for one in described], f"{title}{terms}, {grad}"))
         if splits is not None:
             _compare_splits(who, *splits)
@@ -81,7 +81,7 @@ def prepare(
         dtypes = hash_of_names(*{tensor.dtype for tensor in tensors})  # a mean may be sent in another one
         # Not hash_of_names, which keeps all that it has seen: sizes may be others in every step.
         form = hash((tuple(forms), dtypes, crc32(f"{terms}, {grad}".encode())))
-    return Call.next(title, who, grad, form), tensors
+    return Call.next(title, who, grad, form, needs_gradient), tensors
 
 
 def _anchor(tensors: Sequence[torch.Tensor], anchor: bool) -> list[torch.Tensor]:
@@ -121,7 +121,7 @@ class Comparison:
     def require_same(self, who: Members, claim: TensorClaim, problem: Exception | None = None) -> None:
         """Raise on every rank if the ranks claim something else, or one of them has a problem."""
         self.is_due = False
-        with outside_function_transforms():
+        with outside_transforms():
             try:
                 require_same_tensors(resolve_group(who.group), claim, problem)
             except RuntimeError as error:
@@ -145,7 +145,7 @@ class Comparison:
 
 def _compare_splits(who: Members, outgoing: Sequence[int], incoming: Sequence[int]) -> None:
     """Raise on every rank unless each rank expects from every other as much as that one sends."""
-    with outside_function_transforms():
+    with outside_transforms():
         everyone = all_gather_plain(who.group, [outgoing, incoming])
     for sender, (sent, _) in enumerate(everyone):
         for receiver, (_, expected) in enumerate(everyone):
@@ -245,11 +245,11 @@ class Handle(Generic[T]):
         self._result: list[T] = []
         self._error: Exception | None = None
         self._with_gradients = torch.is_grad_enabled()
-        self._loses_gradients = not self._with_gradients and any(x.requires_grad for x in first.tensors)
+        self._loses_gradients = not self._with_gradients and first.map.call.needs_gradient
         if is_traced():
             self._result.append(_complete(first.then(*linear(first.tensors, first.map))))
         else:
-            self._lock = threading.Lock()
+            self._lock = threading.RLock()
             self._flight = Flight(first.map)
             self._token = self._flight.launch(first.tensors)
 
@@ -292,7 +292,7 @@ class Handle(Generic[T]):
     def _finish(self) -> T:
         """Return the result, in the modes of the start; a checkpoint around it does not see what it saves."""
         with (
-            outside_function_transforms(),
+            outside_transforms(),
             torch.inference_mode(False),  # Dynamo takes no keyword
             torch.set_grad_enabled(self._with_gradients),
             saved_tensors_hooks(identity, identity),

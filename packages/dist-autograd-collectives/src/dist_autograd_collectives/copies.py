@@ -230,9 +230,10 @@ def scatter(
     given = [] if tensors is None else arguments.one_for_each("tensors", tensors, who, like=like)
     like = given[0] if like is None else like
     length, shape, is_root = like.numel(), like.shape, who.rank == root
+    given = given or [like.detach()]
+    call, given = prepare("scatter", who, given, anchor, check, terms=f" from {root}", shape=shape)
     # A list of a receiver is part of the graph, too: its gradient is zeros, not None.
-    parts = [entry.flatten() if is_root else entry.flatten()[:0] for entry in given or [like.detach()]]
-    call, parts = prepare("scatter", who, parts, anchor, check, terms=f" from {root}", shape=shape)
+    parts = [entry.flatten() if is_root else entry.flatten()[:0] for entry in given]
     outgoing = (length if is_root else 0,) * who.size
     incoming = tuple(length if rank == root else 0 for rank in range(who.size))
     exchange = Map("exchange", call, 0, outgoing, incoming, separate_input=tensors is not None)
@@ -340,10 +341,10 @@ def all_gather_stack(
         ``torch.stack`` of ``torch.distributed.nn.functional.all_gather``, with one copy less.
     """
     who = members(group, grad)
-    row = arguments.check_tensor("tensor", tensor).unsqueeze(0)
-    dim = arguments.dimension(row.ndim, dim)
-    call, rows = prepare("all_gather_stack", who, [row], anchor, check, terms=f", {dim}", grad=grad)
-    return step(Map("all_gather", call), rows, lambda stack: torch.movedim(stack, 0, dim))
+    tensor = arguments.check_tensor("tensor", tensor)
+    dim = arguments.dimension(tensor.ndim + 1, dim)
+    call, (tensor,) = prepare("all_gather_stack", who, [tensor], anchor, check, terms=f", {dim}", grad=grad)
+    return step(Map("all_gather", call), [tensor.unsqueeze(0)], lambda stack: torch.movedim(stack, 0, dim))
 
 
 @collective

@@ -54,15 +54,15 @@ def all_to_all(
         arguments.check_buffer("output_tensor_list", entry, input_tensor_list[0])
     outgoing = tuple(entry.numel() for entry in input_tensor_list)
     incoming = tuple(entry.numel() for entry in output_tensor_list)
-    flat, splits = [entry.flatten() for entry in input_tensor_list], (outgoing, incoming)
-    call, parts = prepare("all_to_all", who, flat, anchor, check, uneven_dim=0, splits=splits)
+    splits = (outgoing, incoming)
+    call, given = prepare("all_to_all", who, input_tensor_list, anchor, check, shape=(-1,), splits=splits)
 
     def fill(*received: torch.Tensor) -> Tensors:
         pairs = zip(output_tensor_list, received, strict=True)
         return tuple(arguments.fill(entry, part.view(entry.shape)) for entry, part in pairs)
 
     exchange = Map("exchange", call, 0, outgoing, incoming, separate_input=True, separate_output=True)
-    return step(exchange, parts, fill)
+    return step(exchange, [entry.flatten() for entry in given], fill)
 
 
 @collective

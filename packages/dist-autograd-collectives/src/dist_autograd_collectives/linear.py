@@ -16,35 +16,22 @@ import torch
 from dist_autograd_collectives import backend, transforms
 from dist_autograd_collectives.arguments import check_tensor
 from dist_autograd_collectives.calls import Call, Map, Tensors, Wait
-from dist_autograd_collectives.transforms import (
-    has_tangent,
-    is_batched_gradient,
-    is_traced,
-    outside_function_transforms,
-)
+from dist_autograd_collectives.transforms import has_tangent, outside_transforms, takes_operator
 from dist_utils.torch_compat import graph_task_id, profiler_range
 
 
 def linear(tensors: Tensors, linear_map: Map) -> Tensors:
     """Apply a linear map, seen by autograd and by whatever transforms or traces."""
-    if is_traced():
+    if takes_operator(tensors):
         return transforms.apply(tensors, linear_map)
     results: Tensors = _Linear.apply(linear_map, *tensors)  # type: ignore[no-untyped-call]
     return results
 
 
-def _begin(tensors: Tensors, linear_map: Map) -> Wait:
-    """Start a map, unseen by autograd."""
-    if any(map(is_batched_gradient, tensors)):  # torch runs the operator once per gradient of the batch
-        batch = transforms.apply(tensors, linear_map)
-        return lambda: batch
-    return backend.begin(tensors, linear_map)
-
-
 def exchange_lengths(lengths: Sequence[int], like: torch.Tensor, call: Call) -> tuple[int, ...]:
     """Send each rank a length, and return the lengths that the ranks send to this one."""
     exchange = Map("exchange", call._replace(title=f"{call.title} (sizes)"))
-    with outside_function_transforms():  # nobody differentiates or records them
+    with outside_transforms():  # nobody differentiates or records them
         own = torch.tensor(lengths, dtype=torch.int64, device=like.device)
         (received,) = backend.begin((own,), exchange)()
     return tuple(received.tolist())
@@ -53,7 +40,7 @@ def exchange_lengths(lengths: Sequence[int], like: torch.Tensor, call: Call) -> 
 def _run(tensors: Tensors, linear_map: Map) -> Tensors:
     """Apply a map, unseen by autograd."""
     with profiler_range(linear_map.range_name()):
-        return _begin(tensors, linear_map)()
+        return backend.begin(tensors, linear_map)()
 
 
 def _save_something(ctx: Any, like: torch.Tensor) -> None:
@@ -82,9 +69,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         ctx.saved_tensors  # noqa: B018
         # Even if this rank needs no gradient, the others wait for it.
-        is_seen = torch.is_grad_enabled() or is_traced() or any(map(has_tangent, cotangents))
+        cotangents = _dense(cotangents)
+        is_seen = torch.is_grad_enabled() or takes_operator(cotangents) or any(map(has_tangent, cotangents))
         apply = linear if is_seen else _run
-        return None, *apply(_dense(cotangents), ctx.map.transpose())
+        return None, *apply(cotangents, ctx.map.transpose())
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> Tensors:
@@ -104,11 +92,11 @@ class Flight:
         self.backwards: dict[int, Flight] = {}  # by the backward pass that they belong to
         self.wait: Wait | None = None
         self._traced: Tensors | None = None
-        """The results, if something transforms or records the backward of two eager operations."""
+        """The results, if something transforms or records them: nothing is in flight then."""
 
     def launch(self, tensors: Tensors) -> torch.Tensor:
         """Start the map; return the token for :meth:`arrive`."""
-        if is_traced():
+        if takes_operator(tensors):
             self._traced = linear(tensors, self.map)
             return tensors[0].new_empty(0)
         token: torch.Tensor = _Launch.apply(self, *tensors)  # type: ignore[no-untyped-call]
@@ -127,7 +115,7 @@ class _Launch(torch.autograd.Function):
     def forward(ctx: Any, flight: Flight, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.flight = flight
         with profiler_range(flight.map.range_name(":start")):
-            flight.wait = _begin(tensors, flight.map)
+            flight.wait = backend.begin(tensors, flight.map)
         _save_something(ctx, tensors[0])
         return tensors[0].new_empty(0)
 
@@ -144,7 +132,8 @@ class _Arrive(torch.autograd.Function):
         ctx.flight = flight
         with profiler_range(flight.map.range_name(":wait")):
             wait, flight.wait = flight.wait, None  # a result is not kept as long as the graph
-            assert wait is not None
+            if wait is None:  # in a signal's handler, say, that has interrupted the first wait
+                raise RuntimeError(f"{flight.map.call.title} is waited for by this thread already")
             return wait()
 
     @staticmethod

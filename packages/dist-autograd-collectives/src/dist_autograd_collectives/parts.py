@@ -44,6 +44,6 @@ def pieces(joined: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.
     found, start = [], 0
     for shape in shapes:
         length = math.prod(shape)
-        found.append(joined.narrow(-1, start, length).view(*joined.shape[:-1], *shape))
+        found.append(joined.narrow(-1, start, length).view((*joined.shape[:-1], *shape)))
         start += length
     return found

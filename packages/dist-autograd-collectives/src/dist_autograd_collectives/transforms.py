@@ -16,7 +16,11 @@ import torch.distributed as dist
 from torch.autograd.forward_ad import unpack_dual
 
 # The mode in which graphs are recorded, by AOTAutograd too.
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_mode
+from torch.fx.experimental.proxy_tensor import (
+    ProxyTorchDispatchMode,
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+)
 
 from dist_autograd_collectives import backend
 from dist_autograd_collectives.calls import Call, Map, Members, Tensors
@@ -47,25 +51,34 @@ def is_traced() -> bool:
     return is_recorded() or function_transforms_active()
 
 
-def outside_function_transforms() -> contextlib.AbstractContextManager[object]:
-    """Return a context for making and sending tensors as if no transform of ``torch.func`` were running.
+def outside_transforms() -> contextlib.AbstractContextManager[object]:
+    """Return a context for making and sending tensors as if neither ``torch.func`` nor ``make_fx`` ran.
 
-    torch's own way to do that has no public name up to torch 2.15.
+    torch's own way to do that for ``torch.func`` has no public name up to torch 2.15.
     """
-    if not function_transforms_active():
+    transformed = function_transforms_active()
+    recorded = not torch.compiler.is_compiling() and get_proxy_mode() is not None
+    if not transformed and not recorded:
         return contextlib.nullcontext()
-    clear = private("torch._functorch.pyfunctorch", "temporarily_clear_interpreter_stack", _PURPOSE)
-    context: contextlib.AbstractContextManager[object] = clear()
-    return context
+    stack = contextlib.ExitStack()
+    if transformed:
+        clear = private("torch._functorch.pyfunctorch", "temporarily_clear_interpreter_stack", _PURPOSE)
+        stack.enter_context(clear())
+    if recorded:
+        stack.enter_context(disable_proxy_modes_tracing())
+    return stack
 
 
-def is_batched_gradient(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a batch of ``torch.autograd.grad(is_grads_batched=True)``.
+def takes_operator(tensors: Tensors) -> bool:
+    """Return whether tensors must go through the operator of :func:`apply`, which everything sees.
 
-    That does not go through ``torch.func``. No public name up to torch 2.15.
+    So must a batch of ``torch.autograd.grad(is_grads_batched=True)``, which is none of ``torch.func``: torch
+    runs the operator once per gradient, seen by autograd. No public name up to torch 2.15.
     """
-    purpose = "collectives in batches of gradients"
-    return bool(private("torch._C._functorch", "is_legacy_batchedtensor", purpose)(tensor))
+    if is_traced():
+        return True
+    is_batch = private("torch._C._functorch", "is_legacy_batchedtensor", _COMPILED)
+    return any(map(is_batch, tensors))
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
