@@ -151,6 +151,18 @@ def check_previous_step_norm():
     assert used[1:] == pytest.approx(expected, rel=1e-3)
 
 
+def check_a_norm_of_its_own():
+    """Of one model: two would be clipped by the norms of both."""
+    clip = PreviousStepNorm(LIMIT)
+    model, _, handle = start(options={"clip": clip})
+    with pytest.raises(ConfigError, match="make one for each model"):
+        start(options={"clip": clip})
+    handle.remove()
+    other, optimizer, _ = start(options={"clip": clip})
+    train_on(other, optimizer, batches(2))
+    del model  # until here, or its overlap would have ended
+
+
 check = on_ranks(__name__, timeout=60)
 
 

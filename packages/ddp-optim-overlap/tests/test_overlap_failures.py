@@ -42,6 +42,7 @@ from ddp_optim_overlap import (
     DoubleBackwardError,
     OptimizerHookState,
     OverlapError,
+    PreviousStepNorm,
     StepError,
     hook_then_optimizer,
     overlap_optimizer,
@@ -501,6 +502,31 @@ def _recovers(rank):
 @needs_ends_of_groups
 def test_after_a_step_that_failed_on_one_rank_a_new_overlap_averages_the_same_passes():
     assert_same(*run_ranks(_recovers, 2, timeout=120, group_timeout=GROUP_TIMEOUT))
+
+
+def _recovers_with_its_policy(rank):
+    """One rank has seen some gradients of the failed pass, the other all: a policy forgets both."""
+    options = {"clip": PreviousStepNorm(0.01), "steps_per_parameter": True}
+    ddp, optimizer, handle = start(momentum_failing, options=options)
+    data = iter(batches(4))
+    train_on(ddp, optimizer, [next(data)])
+    if rank == 0:
+        optimizer.victim = ddp.module.layers[1].weight
+    saved = copy.deepcopy(ddp.module.state_dict())
+    with pytest.raises(RuntimeError):  # noqa: PT012 - in backward() or in wait()
+        backward(ddp, next(data))
+        handle.wait()
+    handle.remove()
+    optimizer.victim = None
+    ddp.module.load_state_dict(saved)
+    optimizer.state.clear()
+    overlap_optimizer(ddp, optimizer, **options)
+    return train_on(ddp, optimizer, data)
+
+
+@needs_ends_of_groups
+def test_after_a_failed_step_a_clip_policy_is_the_same_on_all_ranks():
+    assert_same(*run_ranks(_recovers_with_its_policy, 2, timeout=60, group_timeout=GROUP_TIMEOUT))
 
 
 def _recovers_at_another_time(rank, again):

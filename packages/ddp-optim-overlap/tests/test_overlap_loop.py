@@ -139,6 +139,22 @@ def check_one_of_two_steps_after_remove(*, overlapped):
     return ends(ddp, one, other)
 
 
+@as_ordinary
+def check_an_overlap_for_each_epoch_without_step(*, overlapped):
+    ddp = make_ddp()
+    optimizer = adamw(ddp)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for _ in range(2):
+        with overlap_optimizer(ddp, optimizer) if overlapped else contextlib.nullcontext():
+            for x in batches(2):
+                optimizer.zero_grad()
+                backward(ddp, x)
+                if not overlapped:
+                    optimizer.step()
+                scheduler.step()
+    return ends(ddp, optimizer)
+
+
 def check_overlapped_again_before_step():
     """By another optimizer only: a new overlap would take step() for one that nobody has made yet."""
     ddp, optimizer, handle = start()
@@ -410,6 +426,20 @@ def check_accumulation_in_pause(first_skips, second_skips, options, set_to_none,
         optimizer.step()
         optimizer.zero_grad(set_to_none=set_to_none)
     return ends(ddp, optimizer)
+
+
+@as_ordinary
+def check_begun_before_gradients_are_dropped(*, overlapped):
+    """A layer that is not used any more: the gradients that were there do not count as use."""
+    ddp, optimizer, _ = start(overlapped=False, find_unused_parameters=True)
+    first, second = batches(2)
+    backward(ddp, first)
+    optimizer.step()
+    if overlapped:
+        overlap_optimizer(ddp, optimizer)
+    optimizer.zero_grad()
+    ddp.module.skipped = (1,)
+    return train_on(ddp, optimizer, [second])
 
 
 @cases({"skipped": ("skipped",), "frozen": ("frozen",)})

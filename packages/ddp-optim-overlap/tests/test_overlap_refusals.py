@@ -369,6 +369,14 @@ def check_a_refused_call_after_remove(change, arguments, words):
     assert_same(changed(ddp, after), EVERY)
 
 
+def check_gradients_added_to_used_ones_after_remove():
+    ddp, _, handle = start()
+    backward(ddp, batches(1)[0])
+    handle.remove()
+    with ddp.no_sync(), pytest.raises(DoubleBackwardError, match="zero_grad"):
+        backward(ddp, batches(1)[0])
+
+
 def check_looking_is_allowed():
     """A norm of gradients, and gradients by torch.autograd.grad; options that do not equal themselves."""
     ddp, optimizer, handle = start(find_unused_parameters=True)
@@ -394,11 +402,15 @@ class TwoHeads(torch.nn.Module):
         return getattr(self, head)(x)
 
 
-@cases({"local": ("local",), "no_sync": ("no_sync",)})
-def check_gradients_that_come_after_the_step(how):
+@cases({"local": ("local", 0), "no_sync": ("no_sync", 0), "local, in a later step": ("local", 1)})
+def check_gradients_that_come_after_the_step(how, before):
     """An ordinary step would use the gradients that were stepped with once more."""
     ddp, optimizer, _ = start(sgd, net=TwoHeads(), find_unused_parameters=True)
     x = torch.ones(2, 4)
+    for _ in range(before):
+        ddp(x, "a").square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     ddp(x, "a").square().mean().backward()
     after = snapshot(ddp)
     if how == "local":
@@ -509,6 +521,28 @@ def _left_out_step(ddp, optimizer, _):
     optimizer.zero_grad()
 
 
+def _loads(**options):
+    """Load a state dict with other options than those that were accepted."""
+
+    def before(ddp, optimizer, _):
+        train_on(ddp, optimizer, batches(1))
+        loaded = copy.deepcopy(optimizer.state_dict())
+        loaded["param_groups"][0].update(options)
+        optimizer.load_state_dict(loaded)
+
+    return before
+
+
+def _adafactor(ddp):
+    return torch.optim.Adafactor(ddp.parameters(), eps=(1e-7, 1e-3))
+
+
+def _two_dtypes():
+    net = Net()
+    net.unused = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    return net
+
+
 def _columns_first(ddp, optimizer, _):
     train_on(ddp, optimizer, batches(1))
     for parameter in ddp.parameters():
@@ -554,6 +588,15 @@ IN_BACKWARD = {
     "unfrozen": _of(_unfrozen, ConfigError, "model averages", net=_frozen_layer),
     "a gradient by hand": _of(_gradient_by_hand, ConfigError, "model averages", net=_frozen_layer),
     "layout": _of(_columns_first, ConfigError, "layout"),
+    "loaded": _of(_loads(differentiable=True), UnsupportedOptimizerError, "differentiable=True"),
+    "loaded, coupled": _of(
+        _loads(eps=(None, 1e-3)),
+        UnsupportedOptimizerError,
+        "first parameter of a group",
+        make=_adafactor,
+        net=_two_dtypes,
+        find_unused_parameters=True,
+    ),
     "released, not stepped": _of(
         _no_longer_owned,
         ConfigError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,10 +17,16 @@ _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 class ClipPolicy(abc.ABC):
     """How to limit averaged gradients before a step uses them."""
 
-    def begin(self) -> None:  # noqa: B027 - most policies remember nothing
+    def attach(self, overlap: object) -> None:  # noqa: B027 - most policies remember nothing
+        """Called when an overlap begins to use the policy. May raise."""
+
+    def release(self, overlap: object, *, failed: bool) -> None:  # noqa: B027
+        """Called when an overlap has ended; if it has failed, ranks may have seen different gradients."""
+
+    def begin(self) -> None:  # noqa: B027
         """Called when a step begins."""
 
-    def join(self) -> None:  # noqa: B027 - most policies need no gradients of each step
+    def join(self) -> None:  # noqa: B027
         """Called instead, under ``join()``, on a rank that has no data for the step. May raise."""
 
     @abc.abstractmethod
@@ -93,7 +100,8 @@ class PreviousStepNorm(_NormLimit):
     """An approximation: scale by the factor that ``clip_grad_norm_`` would have used in the previous step.
 
     A sudden large gradient is clipped one step late. While no norm is known yet, every bucket is
-    limited as by :class:`PerBucketNorm`. Not under ``join()``: a rank without data computes no norm.
+    limited as by :class:`PerBucketNorm`: in a first step, and in the first one after an error. Not under
+    ``join()``: a rank without data computes no norm. Each overlap needs a policy of its own.
 
     Args:
         max_norm: The limit of the 2-norm, positive.
@@ -102,6 +110,7 @@ class PreviousStepNorm(_NormLimit):
 
     previous: float | torch.Tensor | None = None
     _squares: list[torch.Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
+    _overlap: weakref.ref[object] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,13 +119,24 @@ class PreviousStepNorm(_NormLimit):
 
     def terms(self) -> dict[str, object]:
         """Return the limit, and the norm to begin with."""
-        return {**super().terms(), "previous": None if self.previous is None else float(self.previous)}
+        return {**super().terms(), "previous": None if self._newest is None else float(self._newest)}
+
+    def attach(self, overlap: object) -> None:
+        """Refuse a second overlap: each would clip by the norms of both."""
+        if self._overlap is not None and self._overlap() is not None:
+            raise ConfigError("another overlap uses this PreviousStepNorm: make one for each model")
+        self._overlap = weakref.ref(overlap)
+
+    def release(self, overlap: object, *, failed: bool) -> None:
+        """Let another overlap use the policy, without the norms of one that has failed."""
+        if self._overlap is not None and self._overlap() is overlap:
+            self._overlap = None
+            if failed:
+                self.previous, self._squares = None, []
 
     def begin(self) -> None:
         """Clip by the last step's norm from now on."""
-        if self._squares:
-            self.previous = self.norm
-        self._squares = []
+        self.previous, self._squares = self._newest, []
 
     def join(self) -> None:
         """Refuse: the other ranks would clip by a newer norm from then on."""
@@ -131,6 +151,10 @@ class PreviousStepNorm(_NormLimit):
         norm = _norm(gradients, parameters[0].device)
         self._squares.append(norm.square())
         _scale(gradients, self.max_norm, norm if self.previous is None else self.previous)
+
+    @property
+    def _newest(self) -> float | torch.Tensor | None:
+        return self.norm if self._squares else self.previous
 
     @property
     def norm(self) -> torch.Tensor | None:

@@ -139,7 +139,7 @@ class EngineAtFirstBucket:
             skips_unused=self._skips_unused,
         )
         if isinstance(self._stepper, OverlappedOptimizers):
-            self._stepper.calls.attach(engine)
+            self._stepper.attach(engine)
         weakref.finalize(self, engine.remove).atexit = False  # with the model, which has the hook
         self._engine = engine
         return engine
@@ -154,8 +154,6 @@ def _group_of(hook_state: Any) -> dist.ProcessGroup:
     named = hook_state() if isinstance(hook_state, weakref.ref) else hook_state
     if isinstance(named, (dist.ProcessGroup, DeviceMesh)):
         return resolve_group(named)
-    if isinstance(named, DistributedDataParallel):
-        return named.process_group
     return resolve_group(getattr(named, "process_group", None))
 
 

@@ -81,7 +81,7 @@ class OverlapHandle:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Make backward passes only average; ``optimizer.step()`` is then an ordinary step.
+        """Make backward passes only average; ``optimizer.step()`` is then an ordinary step, without ``clip``.
 
         Use it on every rank: for evaluation with gradients, and for accumulation without ``no_sync()``.
         """
@@ -251,17 +251,16 @@ def overlap_optimizer(
         release=GradientRelease(ddp, overlapped.parts) if release_gradients else None,
         passes=0 if slot is None or slot.engine is None else slot.engine.passes,
     )
-    overlapped.calls.attach(engine)
-    if slot is None:
-        slot = _HookSlot(engine)
-        try:
+    try:
+        overlapped.attach(engine)
+        if slot is None:
+            slot = _HookSlot(engine)
             register_comm_hook(ddp, slot, overlapped_step_hook)
-        except BaseException:
-            engine.remove()
-            raise
-        weakref.finalize(ddp, slot.remove).atexit = False
-    else:
-        slot.engine = engine
+            weakref.finalize(ddp, slot.remove).atexit = False
+    except BaseException:
+        engine.remove()
+        raise
+    slot.engine = engine
     return OverlapHandle(engine, optimizers, overlapped.calls)
 
 

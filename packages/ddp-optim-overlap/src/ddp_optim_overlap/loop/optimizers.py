@@ -10,10 +10,15 @@ from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.loop.step_calls import StepCalls, has_pre_hooks
 from ddp_optim_overlap.loop.step_inputs import StepInputs
-from ddp_optim_overlap.optimizers.admission import is_reviewed, require_step_per_parameter
+from ddp_optim_overlap.optimizers.admission import (
+    is_reviewed,
+    require_plain_step,
+    require_step_per_parameter,
+)
 from ddp_optim_overlap.optimizers.partial_steps import PartialSteps
 from ddp_optim_overlap.optimizers.step_hooks import mark_stepped
 from ddp_optim_overlap.passes.backward_pass import Stepper
+from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch
 
 
@@ -49,6 +54,12 @@ class OverlappedOptimizers(Stepper):
         self._not_averaged: list[tuple[PartialSteps, torch.Tensor]] = []
         self._require_no_pre_hooks()
 
+    def attach(self, engine: Engine) -> None:
+        """Begin an overlap, whose passes this engine runs; raises if something belongs to another one."""
+        self.calls.attach(engine)
+        if self._clip is not None:
+            self._clip.attach(self)
+
     @property
     def norm(self) -> torch.Tensor | None:  # type: ignore[override]
         """The norm of the last step's gradients, before clipping."""
@@ -63,11 +74,13 @@ class OverlappedOptimizers(Stepper):
     def begin(self) -> None:
         """Check the loop and the optimizers before a backward pass that will step."""
         self.calls.begin()
-        moved = [one.begin() for one in self.parts]
-        if any(moved):
+        changed = [one.begin() for one in self.parts]
+        if any(changed):
             self._looked_at = 0
-            for one in filter(is_reviewed, self._optimizers):
-                require_step_per_parameter(one, declared=False, sparse={})
+            for one in self._optimizers:
+                require_plain_step(one)
+                if is_reviewed(one):
+                    require_step_per_parameter(one, declared=False, sparse={})
         self._require_no_pre_hooks()
         if self._clip is not None:
             self._clip.begin()
@@ -122,10 +135,12 @@ class OverlappedOptimizers(Stepper):
             [mark for inputs in stepped.values() for mark in inputs.marks],
         )
 
-    def remove(self, gradients: GradientWatch) -> None:
+    def remove(self, gradients: GradientWatch, *, failed: bool) -> None:
         """End the overlap. A ``step()`` that is still to come asks which gradients have come."""
         del gradients
         self.calls.remove()
+        if self._clip is not None:
+            self._clip.release(self, failed=failed)
 
     def _require_no_pre_hooks(self) -> None:
         for optimizer in self._optimizers:

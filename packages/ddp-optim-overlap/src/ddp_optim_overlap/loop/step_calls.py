@@ -101,8 +101,8 @@ class StepCalls:
 
     def remove(self) -> None:
         """Restore ``optimizer.step()``, unless the call for a pass that has stepped is still to come."""
-        self._habit = _Habit.UNKNOWN  # what was left out no longer matters
-        if not any(map(self._is_pending, self._optimizers)):
+        leaves_out, self._habit = self._habit is _Habit.LEAVES_OUT, _Habit.UNKNOWN
+        if leaves_out or not any(map(self._is_pending, self._optimizers)):
             self.restore()
 
     def restore(self) -> None:
@@ -250,14 +250,15 @@ class StepCalls:
 
     def _forget_pending(self, engine: Engine) -> None:
         """Forget a pass whose ``step()`` was left out before an ordinary one; raise if that is none."""
-        error = self._left_out_call()
-        if error is None and engine.gradients.some_used_are_left():
-            error = ConfigError(
-                "gradients have come between backward() and step(), after the step had been done: let all of "
-                "them come in no_sync() passes before the last one, or use the ordinary loop with the same "
-                "communication hook"
+        if engine.gradients.some_used_are_left():
+            raise self._failure(
+                ConfigError(
+                    "gradients have come between backward() and step(), after the step had been done: let "
+                    "all of them come in no_sync() passes before the last one, or use the ordinary loop with "
+                    "the same communication hook"
+                )
             )
-        if error is not None:
+        if error := self._left_out_call():
             raise self._failure(error)
         self._pending.clear()
         self._habit = _Habit.LEAVES_OUT

@@ -45,22 +45,23 @@ class PartialSteps:
         self.optimizer, self._reviewed = optimizer, reviewed
         self.places: dict[torch.Tensor, list[tuple[int, int]]] = {}
         self._members: list[list[int]] = []
+        self._loaded: list[dict[str, Any]] | None = None  # load_state_dict() makes another list
         self.begin()
 
     def begin(self) -> bool:
         """Begin a step, whose parts may create new states, in the order of the parts.
 
         Returns:
-            Whether parameters were added or moved to other groups since the last step.
+            Whether parameters were added or moved to other groups, or options loaded, since the last step.
         """
         groups = self.optimizer.param_groups
         self._known_states = len(self.optimizer.state)
         self._groups = groups if self._reviewed else [dict(group) for group in groups]
         self._options_set: dict[int, dict[str, Any]] = {}
         members = [list(map(id, group["params"])) for group in groups]
-        if members == self._members:
+        if members == self._members and groups is self._loaded:
             return False
-        self._members = members
+        self._members, self._loaded = members, groups
         self.places = {}
         for number, group in enumerate(groups):
             for position, parameter in enumerate(group["params"]):

@@ -95,11 +95,12 @@ class Stepper:
             gradients: Learns which gradients were used.
         """
 
-    def remove(self, gradients: GradientWatch) -> None:
+    def remove(self, gradients: GradientWatch, *, failed: bool) -> None:  # noqa: ARG002 - for subclasses
         """End the overlap.
 
         Args:
             gradients: Stopped, once nobody asks it any more.
+            failed: Whether there was an error, so that ranks may have stepped with different gradients.
         """
         gradients.stop()
 

@@ -137,9 +137,7 @@ class BucketGradients:
         Raises:
             ConfigError: It is anything else.
         """
-        first = average[0] if isinstance(average, (list, tuple)) and average else average
-        if not isinstance(first, torch.Tensor):
-            raise ConfigError(f"the hook's future must hold a tensor, got {type(average).__name__}")
+        first = _tensor_in(average)
         if _same_memory(first, self.buffer):
             return
         if first.numel() != self.buffer.numel():
@@ -211,9 +209,16 @@ class KnownBuckets:
 
 def average_of(buffer: torch.Tensor, done: torch.futures.Future[Any]) -> torch.Tensor:
     """Return the tensor in a hook's future, as DDP reads it."""
-    value = done.value()
-    first: torch.Tensor = value[0] if isinstance(value, (list, tuple)) else value
+    first = _tensor_in(done.value())
     return buffer if _same_memory(first, buffer) else first
+
+
+def _tensor_in(average: Any) -> torch.Tensor:
+    """Return the tensor that a hook's future holds, maybe first in a list; raises if it holds none."""
+    first = average[0] if isinstance(average, (list, tuple)) and average else average
+    if not isinstance(first, torch.Tensor):
+        raise ConfigError(f"the hook's future must hold a tensor, got {type(average).__name__}")
+    return first
 
 
 @contextlib.contextmanager

@@ -326,8 +326,7 @@ class Engine:
         """Stop stepping; only average from now on, if the model still exists."""
         failed = self.state.phase is Phase.FAILED
         self._failed |= failed  # if called twice, too
-        self._stepper.remove(self.gradients)
-        self.gradients.forget_used()
+        self._stepper.remove(self.gradients, failed=failed)
         self.state.remove()
         if self._worker is not None:
             self._worker.close()
