@@ -9,6 +9,7 @@ from fsdp_models import (
     backward,
     gradients,
     kept_names,
+    local,
     needs_hooks,
     needs_reset,
     nodes_and_shards,
@@ -19,8 +20,9 @@ from quant_buckets import assert_same
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from ddp_quant_hooks import QuantizedAllreduceState
 from ddp_quant_hooks.fsdp import quantize_all_reduce, quantize_reduce_scatter
-from dist_utils.testing import call_in_backward, run_ranks, same_on_all_ranks
+from dist_utils.testing import call_in_backward, run_ranks, same_bits, same_on_all_ranks
 
 pytestmark = needs_hooks
 
@@ -91,6 +93,53 @@ def _other_parameters(_):
             resumed.load_state_dict(copy.deepcopy(resumed.state_dict()))
         assert_same(gradients(net), gradients(again))
         assert kept_names(state) == kept_names(resumed)
+
+
+class Alike(torch.nn.Module):
+    """Parameters of one shape, of which a forward pass uses some."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.ones(64, 64)) for _ in range(2))
+
+    def forward(self, x, *names):
+        return sum((getattr(self, name) * x).sum() for name in names)
+
+
+def _unused(net):
+    net(torch.randn(64, 64), "a").backward()
+
+
+def _frozen(net):
+    net.b.requires_grad_(False)
+    net(torch.randn(64, 64), "a").backward()
+    net.a.requires_grad_(False)
+    net.b.requires_grad_(True)
+
+
+def _parameters_of_one_size(_):
+    """A residual of one parameter never comes into another one of as many values."""
+    for function, axis in ((quantize_all_reduce, "node"), (quantize_reduce_scatter, "shard")):
+        for use_the_first in (_unused, _frozen):
+            mesh = nodes_and_shards(1 if axis == "node" else 2)
+            net = fully_shard(Alike(), mesh=mesh["shard"])
+            function(net, QuantizedAllreduceState(mesh[axis], bits=4, min_bytes=0))
+            use_the_first(net)
+            net.zero_grad()
+            net(torch.zeros(64, 64), "b").backward()
+            assert local(net.b.grad).count_nonzero() == 0, (axis, use_the_first)
+
+
+def _another_model(_):
+    """Residuals of a model do not come into another one whose modules have the same names."""
+    mesh = nodes_and_shards(1)
+    state = state_between(mesh, bits=4)
+    for values, keep in ((torch.randn(64, 64), True), (torch.zeros(64, 64), False)):
+        net = fully_shard(Alike(), mesh=mesh["shard"])
+        handle = quantize_all_reduce(net, state)
+        net(values, "a", "b").backward()
+        handle.remove()
+        assert bool(local(net.a.grad).count_nonzero()) is keep
 
 
 class Checkpointed(torch.nn.Module):
@@ -165,8 +214,35 @@ def _explicit_steps(_):
     assert state.state_dict()["steps"] == 2
 
 
+def _not_finite_in_a_shard(_):
+    """The step counts on no rank: a GradScaler skips it on all."""
+    for function, axis in ((quantize_all_reduce, "node"), (quantize_reduce_scatter, "shard")):
+        mesh = nodes_and_shards()
+        net = fully_shard(Alike(), mesh=mesh["shard"] if axis == "node" else mesh)
+        state = QuantizedAllreduceState(mesh[axis], bits=4, min_bytes=0)
+        function(net, state)
+        for bad in (False, True):
+            before = state.state_dict()
+            x = torch.randn(64, 64)
+            if bad and dist.get_rank() == 0:
+                x[0, 0] = torch.inf  # in the first shard, of the first node
+            net(x, "a", "b").backward()
+            net.zero_grad()
+        assert same_bits(state.state_dict()["keys"], before["keys"])
+
+
+def test_a_step_that_is_not_finite_in_one_shard_counts_nowhere():
+    run_ranks(_not_finite_in_a_shard, 4, timeout=60)
+
+
 def _passes(rank):
-    for check in (_other_parameters, _with_checkpoints, _explicit_steps):
+    for check in (
+        _other_parameters,
+        _parameters_of_one_size,
+        _another_model,
+        _with_checkpoints,
+        _explicit_steps,
+    ):
         check(rank)
 
 

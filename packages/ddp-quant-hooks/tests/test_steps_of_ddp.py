@@ -94,6 +94,43 @@ def _raises(rank, case):
     assert _steps(state) == steps + 1
 
 
+def _inside_step(_):
+    """Each pass is a step: a block of several would add its residuals to each of them."""
+    state = make_state("feedback both")
+    ddp = _wrap(Layers(), state)
+    with state.step(), pytest.raises(ValueError, match="is for plain tensors"):
+        _backward(ddp, 0)
+
+
+def test_a_pass_of_ddp_inside_step_is_refused():
+    run_ranks(_inside_step, 2, timeout=60)
+
+
+def _resized(_):
+    """What was lost of rows that are there no more, or of a neighbor in the bucket, is not theirs."""
+    net, state = (
+        torch.nn.ModuleList([torch.nn.Linear(90, 90), torch.nn.Linear(90, 90)]),
+        make_state("feedback both"),
+    )
+    net.forward = lambda x: net[1](net[0](x))
+    ddp = _wrap(net, state)
+    for number in range(2):
+        _backward(ddp, number)
+    del ddp
+    gc.collect()
+    net[1].weight.data = torch.ones(100, 90)
+    net[1].bias.data = torch.ones(100)
+    net.zero_grad()
+    assert flat_residuals(state.state_dict(net)).keys() == {"0.weight", "0.bias"}
+    ddp = _wrap(net, state)
+    (ddp(torch.zeros(4, 90)).sum() * 0).backward()
+    assert net[1].weight.grad.count_nonzero() == 0
+
+
+def test_a_parameter_that_was_resized_begins_without_residuals():
+    run_ranks(_resized, 2, timeout=60)
+
+
 def _all_failures(rank):
     for case in FAILURES:
         _raises(rank, case)

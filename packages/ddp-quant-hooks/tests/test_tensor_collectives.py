@@ -172,6 +172,7 @@ def _refusals(rank):
         (ValueError, "output is of torch.float64", torch.ones(50).double(), ones),
         (ValueError, "output must be contiguous", torch.ones(5, 10).t(), ones),
         (ValueError, "share memory", ones[:50], ones),
+        (ValueError, "share memory", ones[50:], ones),
         (TypeError, "input must be a tensor", ones, [ones]),
     ):
         refused(kind, match, reduce_scatter_tensor, output, whole)

@@ -137,7 +137,8 @@ class FeedbackState(HookState):
 
         Raises:
             RuntimeError: Inside of another ``step()``.
-            ValueError: This state averages the buckets of a model with error feedback.
+            ValueError: This state averages the buckets of a model with error feedback; raised by the first
+                call or ``backward()`` inside.
 
         Example:
             >>> with state.step():  # doctest: +SKIP
@@ -155,9 +156,11 @@ class FeedbackState(HookState):
         """Declare that no optimizer step will use the gradients of the last ``backward()``.
 
         The residuals become what they were before that pass. Call this, on every rank, where the loop skips
-        ``optimizer.step()``, or where something raises between ``backward()`` and it. A step with a value
-        that is not finite, which ``GradScaler`` skips, and a ``backward()`` that raises, need no call. Of
-        several passes whose gradients were added up without ``no_sync()``, only the last is undone.
+        ``optimizer.step()``, or where something raises between ``backward()`` and it, and nowhere else: if
+        no pass has averaged gradients since the last ``optimizer.step()``, as where ``forward()`` has raised
+        or after ``no_sync()``, it would undo a pass that was used. A step with a value that is not finite,
+        which ``GradScaler`` skips, and a ``backward()`` that raises, need no call. Of several passes whose
+        gradients were added up without ``no_sync()``, only the last is undone.
 
         Raises:
             RuntimeError: Inside ``backward()``.

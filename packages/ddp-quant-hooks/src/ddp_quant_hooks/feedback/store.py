@@ -192,10 +192,11 @@ class BucketResiduals:
 
 
 class _Place(NamedTuple):
-    """The bucket in which an owner last came, and where its values begin there."""
+    """The bucket in which an owner last came, where its values begin there, and how many there were."""
 
     bucket: BucketResiduals
     start: int
+    length: int
 
 
 class Feedback:
@@ -240,6 +241,8 @@ class Feedback:
         """
         if not self.wanted:
             return Step(Kind.BACKWARD)  # a placeholder: nothing is kept
+        if self.step_is_open:
+            raise ValueError("step() is for plain tensors: each backward() of a model's buckets is a step")
         task, step = torch_compat.graph_task_id(), self._step
         if step is None or not step.includes(task, bucket.index()):
             step = self._begin(Kind.BACKWARD)
@@ -321,11 +324,10 @@ class Feedback:
                 "another length need another key"
             )
 
-    def free_unless(self, name: str, count: int) -> None:
-        """Forget a key and its residuals if it was used with another number of values."""
-        known = self.keys.get(name)
-        if known is not None and known.count != count:
-            del self.keys[name]
+    def free(self, name: str) -> None:
+        """Forget a key and its residuals."""
+        known = self.keys.pop(name, None)
+        if known is not None:
             self._places.pop(known, None)
 
     def discard(self) -> None:
@@ -352,16 +354,16 @@ class Feedback:
         """Yield the owners and their residuals as of the last step that counts. All jobs must have run."""
         kept = {id(residual) for residual, failed in self._new() if not failed}
 
-        def pieces(residual: Residual, place: _Place, length: int) -> list[Piece]:
+        def pieces(residual: Residual, place: _Place) -> list[Piece]:
             values = residual.next if id(residual) in kept else residual.last
             if values is None:
                 return []
-            parts = residual.parts(place.start, length)
+            parts = residual.parts(place.start, place.length)
             return [Piece(span.start, span.weight, values[here]) for span, here in parts]
 
         for owner, place in self._places.items():
-            length = owner_length(owner)
-            yield owner, OwnerResiduals(*(pieces(residual, place, length) for residual in place.bucket.both))
+            if place.length == owner_length(owner):  # else a parameter was resized
+                yield owner, OwnerResiduals(*(pieces(residual, place) for residual in place.bucket.both))
 
     def forget(self) -> None:
         """Start over as if nothing had been lost so far. All jobs must have run."""
@@ -377,7 +379,7 @@ class Feedback:
         ]
         self.forget()
         for owner, bucket in loaded:
-            self._places[owner] = _Place(bucket, 0)
+            self._places[owner] = _Place(bucket, 0, bucket.count)
             if isinstance(owner, Key):
                 self.keys[owner.name] = owner
         self.origin, self._steps = f"of {'keys' if self.keys else 'parameters'} in step {steps}", steps
@@ -407,7 +409,7 @@ class Feedback:
             place = self._places.get(parameter, None)
             if place is not None:
                 for residual in place.bucket.both:
-                    residual.keep_last(place.start, value_count(parameter))
+                    residual.keep_last(place.start, place.length)
         for bucket in self._written:
             for residual in bucket.both:
                 if residual.next is not None:
@@ -418,10 +420,12 @@ class Feedback:
         bucket, start = None, 0
         for owner in owners:
             place = self._places.get(owner, None)
-            if place is None or place.start != start or (bucket is not None and place.bucket is not bucket):
+            if place is None or (place.start, place.length) != (start, owner_length(owner)):
+                return None
+            if bucket is not None and place.bucket is not bucket:
                 return None
             bucket = place.bucket
-            start += owner_length(owner)
+            start += place.length
         return bucket if bucket is not None and bucket.count == start else None
 
     def _move(self, owners: Sequence[Owner], bucket: BucketResiduals) -> None:
@@ -432,7 +436,8 @@ class Feedback:
             old = self._places.get(owner, None)
             if old is not None:
                 for residual, other in zip(bucket.both, old.bucket.both, strict=True):
-                    self._dropped += residual.take(other, old.start, length, start)
+                    if old.length == length:  # else a parameter was resized
+                        self._dropped += residual.take(other, old.start, length, start)
                     other.next = None  # no step will write it
-            self._places[owner] = _Place(bucket, start)
+            self._places[owner] = _Place(bucket, start, length)
             start += length

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.fsdp.checks import Handle, KeyOf, ShardedModule
+from ddp_quant_hooks.fsdp.checks import Handle, KeyOf, ShardedModule, agree_on_finite
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from ddp_quant_hooks.tensors.all_reduce import all_reduce
 from dist_utils.process_groups import record_use
@@ -52,7 +52,8 @@ def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) 
     Cost:
         Collective, over the store. Each ``backward()`` takes what :func:`ddp_quant_hooks.all_reduce` takes
         for this rank's shards of each module. With error feedback, which is the default for 4 bits, residuals
-        take 4 bytes a value of this rank's shards, and with three nodes or more a little more for means.
+        take 4 bytes a value of this rank's shards, and with three nodes or more a little more for means; and
+        the ranks of a node share, by a small all-reduce for each module, whether its gradients are finite.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "shard"))  # doctest: +SKIP
@@ -100,4 +101,5 @@ def _average(
     record_use(reduced)  # made on FSDP's reduce-scatter stream, which owns its memory
     # A factor divides the sum over all ranks, as on a mesh for HSDP.
     op = dist.ReduceOp.SUM if module.has_divide_factor else dist.ReduceOp.AVG
-    all_reduce(reduced, op, state, key=key_of(reduced))
+    all_reduce(reduced, op, state, key=key_of(reduced, 1))
+    agree_on_finite(module, state, reduced)

@@ -20,8 +20,8 @@ from dist_utils.torch_compat import inside_backward, private
 
 _PURPOSE = "averaging gradients under fully_shard"
 
-KeyOf: TypeAlias = Callable[[torch.Tensor], str]
-"""Gives the key of a module's next use, of which these are the gradients."""
+KeyOf: TypeAlias = Callable[[torch.Tensor, int], str]
+"""Gives the key of a module's next use, of which these are the gradients, for this many shards."""
 
 
 class ShardedModule(NamedTuple):
@@ -71,6 +71,21 @@ class ShardedModule(NamedTuple):
         return {id(getattr(kept, form, None)) for kept in self.group.fsdp_params for form in forms}
 
     @property
+    def trained(self) -> list[tuple[int, int]]:
+        """The numbers of the parameters that need gradients, and how many values a shard has of each."""
+        return [
+            (number, kept.padded_sharded_param_size.numel())
+            for number, kept in enumerate(self.group.fsdp_params)
+            if kept.sharded_param.requires_grad
+        ]
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups of its mesh: those that share its shards, and those that replicate them."""
+        names = ("shard_process_group", "replicate_process_group")
+        return [getattr(self.group.mesh_info, name) for name in names if hasattr(self.group.mesh_info, name)]
+
+    @property
     def has_divide_factor(self) -> bool:
         """Whether the sum of gradients is divided by something else than the number of ranks."""
         older = getattr(self.group, "reduce_scatter_divide_factor", None)  # its name before torch 2.8
@@ -100,11 +115,14 @@ class Handle(ABC):
     def __init__(self, model: torch.nn.Module, state: QuantizedAllreduceState) -> None:
         self._model, self._state = model, state
         modules = self._agree_on_modules()
+        _forget_another_model(model, state)
         self.keys = [module.name for module in modules]
         self._complete = False
+        self._trained: dict[str, list[tuple[int, int]]] = {}
+        """Which parameters needed gradients when each key was used last."""
         self._replaced: list[tuple[ShardedModule, Any, Any]] = []
         for module in modules:
-            ours = self._hook_of(module, partial(self._key_of, module.name))
+            ours = self._hook_of(module, partial(self._key_of, module))
             self._replaced.append((module, ours, module.reduction(self._record)))
             getattr(module.module, self._method)(ours)
         _handles[id(state)] = self
@@ -118,23 +136,33 @@ class Handle(ABC):
         """Return what FSDP is to call for a module's gradients."""
 
     def remove(self) -> None:
-        """Restore what FSDP did before. Residuals stay in the state. A second call does nothing."""
+        """Restore what FSDP did before. A second call does nothing.
+
+        Residuals stay in the state, until it is used for another model.
+        """
         for module, ours, before in self._replaced:
             if module.reduction(self._record) is ours:  # not the user's own, set later
                 getattr(module.module, self._method)(before)
             _handles.pop(id(self._state), None)
         self._replaced.clear()
 
-    def _key_of(self, key: str, gradients: torch.Tensor) -> str:
-        """Return the key of a module's next use: ``key``, then ``key#2``, ``key#3`` in the same pass.
+    def _key_of(self, module: ShardedModule, gradients: torch.Tensor, shards: int) -> str:
+        """Return the key of a module's next use: its name, then ``name#2``, ``name#3`` in the same pass.
 
-        With another number of values, because parameters are frozen or unused, it begins without residuals.
+        It begins without residuals if it has the gradients of other parameters than before. FSDP hands over
+        one flat tensor of those that got one: if some got none, nobody knows which.
         """
         if not self._complete:
             self._require_all()
-        if self._state.feedback.wanted and inside_backward():
-            key = self._state.feedback.begin_tensors().unused_key(key)
-        self._state.feedback.free_unless(key, value_count(gradients))
+        key, feedback = module.name, self._state.feedback
+        if feedback.wanted and inside_backward():
+            key = feedback.begin_tensors().unused_key(key)
+        trained, known = module.trained, feedback.keys.get(key)
+        has_all = gradients.numel() == shards * sum(length for _, length in trained)
+        has_same = known is not None and known.count == value_count(gradients)
+        if not (has_all and has_same and self._trained.get(key, trained) == trained):
+            feedback.free(key)
+        self._trained[key] = trained
         return key
 
     def _require_all(self) -> None:
@@ -203,8 +231,40 @@ class Handle(ABC):
             raise ValueError(f"the state has residuals of shards {state.places}, but this rank has {places}")
 
 
+def agree_on_finite(module: ShardedModule, state: QuantizedAllreduceState, result: torch.Tensor) -> None:
+    """Let a step count on all ranks of a module's mesh or on none, as ``GradScaler`` skips it on all.
+
+    Args:
+        module: The module.
+        state: Its running step counts only if the results of all ranks are finite.
+        result: What this rank has got of the module's gradients.
+    """
+    if not state.feedback.wanted:
+        return
+    flag = (~result.isfinite().all()).to(torch.int32)
+    for group in module.groups:
+        if group.size() > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    state.feedback.begin_tensors().outcome.not_finite(flag.bool())
+
+
 _handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
 """By the ``id`` of their states. A handle lives as long as the modules, whose hooks have it and its state."""
+
+_last_use: weakref.WeakKeyDictionary[QuantizedAllreduceState, tuple[weakref.ref[torch.nn.Module], str]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The model that each state was used for last, and where its residuals came from at that time."""
+
+
+def _forget_another_model(model: torch.nn.Module, state: QuantizedAllreduceState) -> None:
+    """Forget residuals of another model, whose modules may have the same names, unless they were loaded."""
+    feedback = state.feedback
+    known = _last_use.get(state)
+    if known is not None and known[0]() is not model and known[1] == feedback.origin:
+        state.wait()
+        feedback.forget()
+    _last_use[state] = weakref.ref(model), feedback.origin
 
 
 def _sharded_modules(model: torch.nn.Module, name: str, method: str) -> list[ShardedModule]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.fsdp.checks import Handle, KeyOf, ShardedModule
+from ddp_quant_hooks.fsdp.checks import Handle, KeyOf, ShardedModule, agree_on_finite
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from ddp_quant_hooks.tensors.shards import reduce_scatter_tensor
 
@@ -93,4 +93,7 @@ class _ReduceScatter:
                 f"quantize_reduce_scatter: module {self._module.name!r}: FSDP asks for neither sum nor mean: "
                 "call set_force_sum_reduction_for_comms(True) where a divide factor is set"
             )
-        reduce_scatter_tensor(output_tensor, input_tensor, op, self._state, key=self._key_of(input_tensor))
+        key = self._key_of(input_tensor, len(self._module.shard_ranks))
+        reduce_scatter_tensor(output_tensor, input_tensor, op, self._state, key=key)
+        if self._module.replicated:  # FSDP averages the shards of all replicas after this
+            agree_on_finite(self._module, self._state, output_tensor)
