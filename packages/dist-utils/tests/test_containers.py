@@ -444,8 +444,12 @@ def test_under_compile_other_containers_break_the_graph_and_are_right():
     hidden = Hidden(weight=one())
     derived = Derived(one(), one())
     derived.late = one()
+    plain, packed = Plain(one()), torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    plain.late = one()
     fn = torch.compile(lambda batch: apply_to_tensors(double, batch), backend="eager")
-    queue, changed = fn([deque([one()], maxlen=3), derived])
+    queue, changed, other, sequences = fn([deque([one()], maxlen=3), derived, plain, packed])
+    assert (other.a.item(), other.late.item()) == (2, 2)
+    assert (sequences.data.tolist(), sequences.batch_sizes.tolist()) == ([2.0] * 3, [2, 1])
     assert repr(queue) == "deque([tensor([2.])], maxlen=3)"
     assert (changed.a.item(), changed.b.item(), changed.late.item()) == (2, 6, 2)
     assert fn([one(), hidden])[1] is hidden

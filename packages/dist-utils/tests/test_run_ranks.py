@@ -31,6 +31,21 @@ def test_results_come_back_in_rank_order():
     assert run_ranks(_sum, 3, 10) == [(33, str(rank), "3") for rank in range(3)]
 
 
+def _add(rank, tensor, module):
+    tensor += rank + 1
+    dist.barrier()
+    module.weight.data.fill_(tensor.item())
+    return tensor.item(), module.weight.item()
+
+
+def test_each_rank_has_copies_of_the_arguments():
+    tensor, module = torch.zeros(1), torch.nn.Linear(1, 1)
+    before = module.weight.item()
+    assert run_ranks(_add, 2, tensor, module) == [(1.0, 1.0), (2.0, 2.0)]
+    assert (tensor.item(), module.weight.item()) == (0.0, before)
+    assert not tensor.is_shared()
+
+
 def _start_method(_):
     return multiprocessing.get_start_method()
 
@@ -155,6 +170,11 @@ def test_a_dead_rank_is_named_though_its_peers_fail_too(how, text):
 
 def test_ranks_that_may_die_have_no_result():
     assert run_ranks(_die, 2, "survived", may_die={1}) == ["survived", None]
+
+
+def test_what_a_rank_that_may_die_raises_is_an_error():
+    with pytest.raises(KeyError, match="lost"):
+        run_ranks(_fail, 2, "KeyError", may_die={1})
 
 
 def _stop(rank):

@@ -4,6 +4,8 @@ import dataclasses
 import sys
 import time
 import warnings
+from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -42,6 +44,10 @@ def _quantized(scale):
         ({"a": [torch.ones(1), 2, "b"]}, {"a": [torch.ones(1), 2, "b"]}),
         (torch.eye(2).to_sparse(), torch.eye(2).to_sparse()),
         (Parts(np.arange(5000)), Parts(np.arange(5000))),
+        (deque([torch.arange(5000)]), deque([torch.arange(5000)])),
+        ({"b", "a", ("c", 1)}, {("c", 1), "a", "b"}),
+        (SimpleNamespace(x=torch.ones(1)), SimpleNamespace(x=torch.ones(1))),
+        (np.array([{"a": torch.ones(2)}]), np.array([{"a": torch.ones(2)}])),
     ],
 )
 def test_same_bits(left, right):
@@ -59,6 +65,10 @@ def test_same_bits(left, right):
         (np.zeros(5000), np.eye(1, 5000, 2500)[0]),
         (Parts(torch.zeros(5000)), Parts(torch.eye(1, 5000))),
         (_quantized(1.0), _quantized(0.25)),
+        (deque([torch.zeros(5000)]), deque([torch.arange(5000).eq(2500).float()])),
+        (SimpleNamespace(x=torch.tensor(1.0)), SimpleNamespace(x=torch.tensor(1 + 2**-20))),
+        (SimpleNamespace(x=1), SimpleNamespace(y=1)),
+        ({"a"}, {"b"}),
     ],
 )
 def test_other_bits(left, right):

@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test that needs more GPUs than there are."""
     for marker in item.iter_markers("gpu"):
-        needed = marker.args[0] if marker.args else 1
+        needed = marker.args[0] if marker.args else marker.kwargs.get("count", 1)
         if torch.cuda.device_count() < needed:
             pytest.skip(f"needs {needed} GPU(s), found {torch.cuda.device_count()}")
 

@@ -160,9 +160,11 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """
     try:
         backend = private(group, "_get_backend", "the timeout of a process group")(device)
-    except RuntimeError:  # no backend of this group serves the device
-        backend = None
-    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend in one that knows no options, up to torch 2.9.
+        options = getattr(getattr(backend, "wrapped_pg", backend), "options", None)
+    except RuntimeError:  # no backend of this group serves the device, or it has no options
+        options = None
+    timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else distributed_c10d.default_pg_timeout
 
 

@@ -67,7 +67,9 @@ def recursive_to(
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device == target:
             return tensor
-        if beside and tensor.device.type == "cpu":
+        # The memory of other layouts cannot be kept for the stream that uses the copy.
+        plain = tensor.layout is torch.strided and not tensor.is_nested
+        if beside and plain and tensor.device.type == "cpu":
             return _copy_beside(tensor, target)
         return tensor.to(target)  # without an index the current device, where it stays the same tensor
 

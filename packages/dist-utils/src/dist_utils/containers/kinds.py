@@ -23,7 +23,7 @@ _BUILT_IN = (*_WITH_ITEMS, SimpleNamespace, object)
 _MARKS = ("__dataclass_fields__", "__attrs_attrs__", "__pydantic_fields_set__")
 """Names in classes whose objects are containers because of their attributes."""
 
-_registered: dict[type, _Functions | None] = dict.fromkeys((ChainMap, SimpleNamespace, UserDict, UserList))
+REGISTERED: dict[type, _Functions | None] = dict.fromkeys((ChainMap, SimpleNamespace, UserDict, UserList))
 """Classes to walk by two functions; ``None`` for those that are walked by their attributes."""
 
 
@@ -66,7 +66,7 @@ def register_container(
         raise TypeError(f"register_container needs a class, got {cls!r}")
     if (flatten is None) != (unflatten is None):
         raise TypeError("register_container needs both flatten and unflatten, or neither")
-    _registered[cls] = None if flatten is None or unflatten is None else (flatten, unflatten)
+    REGISTERED[cls] = None if flatten is None or unflatten is None else (flatten, unflatten)
     KINDS.clear()
 
 
@@ -92,11 +92,11 @@ class Kind:
 
     def children(self, obj: Any) -> list[Any]:
         """Return what an object holds."""
-        return [*self.flatten(obj), *self._attributes(obj).values()]
+        return [*self.flatten(obj), *self.attributes(obj).values()]
 
     def rebuild(self, obj: Any, children: list[Any]) -> Any:
         """Return a new object with other children than the original's."""
-        attributes = self._attributes(obj)
+        attributes = self.attributes(obj)
         first = len(children) - len(attributes)
         new = self.unflatten(obj, children[:first])
         own = object.__getattribute__(new, "__dict__") if self.has_dict else {}  # past properties
@@ -109,7 +109,7 @@ class Kind:
             object.__setattr__(new, "__dict__", new)
         return new
 
-    def _attributes(self, obj: Any) -> dict[str | MemberDescriptorType, Any]:
+    def attributes(self, obj: Any) -> dict[str | MemberDescriptorType, Any]:
         """Return the attributes of an object: by name, and what is in slots by its slot."""
         own = object.__getattribute__(obj, "__dict__") if self.has_dict else {}
         attributes = {} if own is obj else {**own}  # by the recipe ``self.__dict__ = self`` it has the items
@@ -158,9 +158,9 @@ KINDS = _Kinds()
 
 
 def _find_kind(cls: type) -> Kind | None:
-    registered = next((base for base in cls.__mro__ if base in _registered), None)
+    registered = next((base for base in cls.__mro__ if base in REGISTERED), None)
     if registered is not None:
-        return Kind(cls, _registered[registered])
+        return Kind(cls, REGISTERED[registered])
     if issubclass(cls, torch.Tensor):
         return TENSOR
     if issubclass(cls, (torch.nn.Module, enum.Enum)):  # shared by identity, never copied

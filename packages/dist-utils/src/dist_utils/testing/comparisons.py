@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dist_utils.containers.kinds import KINDS
 from dist_utils.process_groups.groups import GroupLike, resolve_group
 from dist_utils.process_groups.messages import all_gather_plain
 
@@ -22,8 +22,8 @@ def same_bits(left: Any, right: Any) -> bool:
     included; their strides and devices may differ. Mappings must have their keys in one order.
 
     Args:
-        left: A tensor or NumPy array, a mapping, list, tuple or dataclass of such, or anything else, which
-            is compared by its ``repr``.
+        left: A tensor or NumPy array, a container that :func:`dist_utils.apply_to_tensors` walks, or anything
+            else, which is compared by its ``repr``.
         right: Likewise.
 
     Raises:
@@ -63,14 +63,8 @@ def same_on_all_ranks(values: Any, group: GroupLike = None) -> bool:
 
 def _parts(values: Any) -> Iterator[bytes]:
     """Yield all that a comparison depends on."""
-    if isinstance(values, torch.Tensor) and values.is_quantized:
-        yield from _parts([values.int_repr(), values.dequantize()])
-    elif isinstance(values, torch.Tensor):
-        yield f"{values.dtype} {values.shape} {values.layout}".encode()
-        dense = values.detach() if values.layout is torch.strided else values.detach().to_dense()
-        flat = dense.cpu().resolve_conj().resolve_neg().flatten()
-        content = flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-        yield ctypes.string_at(content.data_ptr(), content.numel())
+    if isinstance(values, torch.Tensor):
+        yield from _parts_of_tensor(values)
     elif isinstance(values, Mapping):
         yield b"{"
         for key, value in values.items():
@@ -83,13 +77,27 @@ def _parts(values: Any) -> Iterator[bytes]:
             yield from _parts(value)
             yield b","
         yield b"]"
-    elif dataclasses.is_dataclass(values) and not isinstance(values, type):
-        yield type(values).__qualname__.encode()
-        yield from _parts({field.name: getattr(values, field.name) for field in dataclasses.fields(values)})
     elif hasattr(values, "tobytes") and hasattr(values, "dtype"):  # NumPy's
         yield f"{values.dtype} {values.shape}".encode()
-        yield values.tobytes()
+        yield from _parts(values.tolist()) if values.dtype.hasobject else [values.tobytes()]
+    elif isinstance(values, (set, frozenset)):
+        yield from sorted(b"".join(_parts(value)) for value in values)
+    elif (kind := KINDS[type(values)]) is not None:
+        yield type(values).__qualname__.encode()
+        yield from _parts({str(name): value for name, value in kind.attributes(values).items()})
+        yield from _parts(list(kind.flatten(values)))
     elif isinstance(values, (Iterator, torch.nn.Module, torch.optim.Optimizer)):
         raise TypeError(f"a {type(values).__name__} cannot be compared: give a list, or a state_dict")
     else:
         yield repr(values).encode()
+
+
+def _parts_of_tensor(tensor: torch.Tensor) -> Iterator[bytes]:
+    if tensor.is_quantized:
+        yield from _parts([tensor.int_repr(), tensor.dequantize()])
+        return
+    yield f"{tensor.dtype} {tensor.shape} {tensor.layout}".encode()
+    dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    flat = dense.cpu().resolve_conj().resolve_neg().flatten()
+    content = flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    yield ctypes.string_at(content.data_ptr(), content.numel())

@@ -75,7 +75,7 @@ def run_ranks(
     Args:
         fn: A function that the new process can import: defined at the top level of a module.
         world_size: Number of ranks, at least 1.
-        *args: Passed on to ``fn``; must pickle.
+        *args: Passed on to ``fn``, as copies of its own to each rank; must pickle.
         backend: The backend of the default process group, which exists when ``fn`` is called. With ``"nccl"``
             rank r uses GPU r (where ranks may share GPUs: r modulo their number, see :func:`nccl_can_run`).
             ``None``: no process group.
@@ -84,7 +84,7 @@ def run_ranks(
         group_timeout: Seconds that a collective may take. By default as long as the ranks may run: no
             collective gives up before they are killed. The group is made when every process has started.
         may_die: Ranks that may end without a result, for tests of a dying peer (``os._exit``) or of one that
-            hangs (:func:`stop_process`): their result is ``None``.
+            hangs (:func:`stop_process`): their result is ``None``. What they raise counts as of any rank.
 
     Returns:
         The results in rank order. They must pickle.
@@ -117,6 +117,8 @@ def run_ranks(
     _check(world_size, backend, timeout, group_timeout)
     context = multiprocessing.get_context("forkserver")
     start_method = multiprocessing.get_start_method()
+    # By pickle's own rules: by those of processes all ranks, and the caller, would share a tensor's memory.
+    call = pickle.dumps((fn, args))
     context.set_forkserver_preload(["dist_utils.testing.server"])
     with contextlib.ExitStack() as until_return:
         stacks = until_return.enter_context(tempfile.TemporaryFile("a+"))
@@ -140,7 +142,7 @@ def run_ranks(
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             process = context.Process(
                 target=run_rank,
-                args=(theirs, files, own, start_method, backend, group_timeout, fn, args),
+                args=(theirs, files, own, start_method, backend, group_timeout, call),
             )
             process.start()
             theirs.close()
@@ -254,7 +256,7 @@ def _wait(ranks: Sequence[_Rank], stage: Stage, began: float, timeout: float, st
         wait_for_any([*sources, *connections], timeout=max(timeout - waited, 1.0))
         for rank in late:
             rank.listen()
-        if any(not rank.may_die and (rank.has_died or Stage.FAILED in rank.reports) for rank in late):
+        if any((rank.has_died and not rank.may_die) or Stage.FAILED in rank.reports for rank in late):
             _raise_first_failure(ranks)
 
 

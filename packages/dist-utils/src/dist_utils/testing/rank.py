@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copyreg
 import enum
 import faulthandler
+import functools
 import importlib
 import multiprocessing
 import os
@@ -57,10 +59,9 @@ def run_rank(
     start_method: str,
     backend: str | None,
     group_timeout: float,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
+    call: bytes,
 ) -> None:
-    """Run ``fn`` as one rank: the entry point of a new process.
+    """Call a function as one rank: the entry point of a new process.
 
     Args:
         connection: For reports, and for the answers to those of the first two stages.
@@ -68,10 +69,9 @@ def run_rank(
         environment: All of it, the rank included.
         start_method: How multiprocessing starts processes in the caller. Here it would take a server, as for
             the ranks themselves: another one for each rank, which imports torch again.
-        backend: As for :func:`run_ranks`; so are the rest.
+        backend: As for :func:`run_ranks`.
         group_timeout: Seconds.
-        fn: Called with the rank and ``args``.
-        args: Likewise.
+        call: The function and its arguments besides the rank, pickled.
     """
     global _connection  # noqa: PLW0603 - one process, one rank
     _connection = connection
@@ -85,6 +85,7 @@ def run_rank(
     rank = int(environment["RANK"])
     try:
         _take_up_environment()
+        fn, args = pickle.loads(call)  # noqa: S301 - the caller's
         # A process may start later than the others by more than a collective may take.
         _meet(connection, Stage.READY)
         _end_with_caller()
@@ -179,8 +180,15 @@ def _pickle(value: Any) -> bytes:
     return pickled
 
 
-def reduced_outcome(kind: str, outcome: Any) -> tuple[Callable[..., BaseException], tuple[str, str]]:
-    """Return an exception of pytest's as pickle takes it: how to make it in the caller, and of what."""
+def _let_outcomes_pickle() -> None:
+    """Let pickle take what ``pytest.skip`` and ``pytest.fail`` raise: their classes claim to be built in."""
+    pytest = sys.modules.get("pytest")
+    for kind in ("skip", "fail") if pytest is not None else ():
+        copyreg.pickle(getattr(pytest, kind).Exception, functools.partial(_reduced_outcome, kind))
+
+
+def _reduced_outcome(kind: str, outcome: Any) -> tuple[Callable[..., BaseException], tuple[str, str]]:
+    """Return how to make an exception of pytest's in the caller, and of what."""
     return _outcome, (kind, outcome.msg)
 
 
@@ -192,6 +200,7 @@ def _outcome(kind: str, message: str) -> BaseException:
 
 def _failure(error: BaseException) -> Failure:
     text = "".join(traceback.format_exception(error))
+    _let_outcomes_pickle()
     try:
         pickled = _pickle(error)
     except BaseException:  # noqa: BLE001 - a class may refuse in any way
