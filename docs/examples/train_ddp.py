@@ -100,6 +100,8 @@ class Training:
         place = folder / (folder / "latest").read_text()
         # DDP's final buckets, made after a first pass, decide which values share a scale.
         self.ddp(batch(0, self.device)).sum().backward()
+        self.optimizer.zero_grad()
+        self.gradients.discard_step()  # no optimizer step uses that pass
         shared = torch.load(place / "shared.pt", map_location="cpu", weights_only=True)
         self.ddp.module.load_state_dict(shared["model"])
         self.optimizer.load_state_dict(shared["optimizer"])

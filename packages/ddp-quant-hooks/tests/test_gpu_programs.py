@@ -150,8 +150,8 @@ def test_ranks_that_start_together_share_one_cache():
 @pytest.mark.parametrize(
     ("device", "cuda", "reason", "remedy"),
     [
-        (61, "12.8", "cuda-core is not installed", "'ddp-quant-hooks[cuda12]'"),
-        (62, "13.0", "cuda-core does not work here", "'ddp-quant-hooks[cuda]'"),
+        (61, "12.8", "cuda-core is not installed", "'packages/ddp-quant-hooks[cuda12]'"),
+        (62, "13.0", "cuda-core does not work here", "'packages/ddp-quant-hooks[cuda]'"),
     ],
 )
 def test_where_gpu_kernels_do_not_work_the_log_says_once_why(

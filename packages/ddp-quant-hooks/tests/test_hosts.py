@@ -94,6 +94,8 @@ def _bits(rank, hosts):
             reduce_scatter_tensor(shard, whole, dist.ReduceOp.AVG, state)
             mean = sum(values.double().roll(rank) for values in inputs) / len(hosts)
             assert (shard - mean).abs().max() <= 2 * 6 / 254 + 0.02 * (dtype is torch.bfloat16)
+        smallest = torch.full((300,), 2.0**-24, dtype=torch.float16)
+        assert torch.equal(run_hook(state, bucket, smallest.clone()), smallest)
         parts = list(_inputs(3000)[rank].split([1000, 2000]))
         all_reduce(parts, dist.ReduceOp.AVG, state)
         assert torch.equal(torch.cat(parts), run_hook(state, bucket, _inputs(3000)[rank].clone()))

@@ -84,9 +84,9 @@ def all_reduce(
         ValueError: The operation is neither of the two, a tensor is expanded, given twice or part of a graph,
             or this rank is not in the group. Raised, like ``TypeError``, before any communication.
         AgreementError: The ranks' tensors or options differ in a call that is new (calls that ranks have made
-            before, and now swap, are not compared); with ``async_op`` the future raises it. So does every
-            later call, for a state until it is closed; for a bare process group every call and hook, as long
-            as the group exists.
+            before, and now swap, are not compared); with ``async_op`` the future raises a RuntimeError with
+            its text. So does every later call, for a state until it is closed; for a bare process group every
+            call and hook, as long as the group exists.
         RuntimeError: A peer failed, or this is called in a callback of another call's future.
 
     Cost:

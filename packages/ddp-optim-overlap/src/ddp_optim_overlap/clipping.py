@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
+import gc
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -121,8 +123,14 @@ class PreviousStepNorm(_NormLimit):
         """Return the limit, and the norm to begin with."""
         return {**super().terms(), "previous": None if self._newest is None else float(self._newest)}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: everything but the overlap."""
+        return {**vars(self), "_overlap": None}
+
     def attach(self, overlap: object) -> None:
         """Refuse a second overlap: each would clip by the norms of both."""
+        if self._overlap is not None and self._overlap() is not None:
+            gc.collect()  # a model is part of cycles, and may be waiting for this
         if self._overlap is not None and self._overlap() is not None:
             raise ConfigError("another overlap uses this PreviousStepNorm: make one for each model")
         self._overlap = weakref.ref(overlap)

@@ -46,7 +46,7 @@ def quantized_allreduce_hook(
         With a block of 128 and 8 bits, two hosts of one rank send 1.03 bytes a value each, and H hosts
         2.06 (H - 1) / H: 0.258 of a ring all-reduce in fp32. Hosts of several ranks send as much in all, and
         their ranks send each other full precision. Scratch memory for a few chunks: of 1.3 million values up
-        to five ranks, of more in proportion to the peers, at most of 8.4 million.
+        to five ranks, of more in proportion to the peers, at most of 8.4 million; with NCCL, of 67 million.
         2 (W - 1) messages for each chunk, fewer in levels: see ``levels`` of the state.
 
     Example:

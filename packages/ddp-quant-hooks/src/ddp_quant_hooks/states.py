@@ -237,7 +237,7 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
         process_group: All ranks; what DDP uses. ``None`` is WORLD.
         intra_group: This rank's node: a process group.
         mesh: Instead: a two-dimensional ``DeviceMesh``, nodes first, as for hybrid sharding.
-        intra_node: As for :class:`QuantizedAllreduceState`, for nodes.
+        intra_node: As for :class:`QuantizedAllreduceState`, for nodes; by default ``"full"``.
         **options: Likewise. ``levels`` are of nodes.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -77,6 +78,8 @@ class Counter:
         self._lock = threading.Lock()
         self._counts = [0] * len(_COUNTS)
         self._error: torch.Tensor | None = None
+        self._computed: Any = None
+        """Recorded on an accelerator's stream when the error is there."""
 
     def add(
         self,
@@ -103,12 +106,19 @@ class Counter:
         with self._lock:
             self._counts = [so_far + more for so_far, more in zip(self._counts, counts, strict=True)]
             if error is not None:
-                self._error = error
+                self._error, self._computed = error, None
+                if error.device.type != "cpu":
+                    device = error.device
+                    self._computed = torch.get_device_module(device).current_stream(device).record_event()
 
     def read(self) -> Statistics:
         """Return what was counted. Waits for an accelerator if it measures an error."""
-        error = None if self._error is None else float(self._error)
-        return Statistics(**dict(zip(_COUNTS, self._counts, strict=True)), relative_error=error)
+        with self._lock:
+            computed, error = self._computed, self._error
+        if computed is not None:
+            computed.synchronize()
+        found = None if error is None else float(error)
+        return Statistics(**dict(zip(_COUNTS, self._counts, strict=True)), relative_error=found)
 
 
 def ring_bytes(nbytes: int, world_size: int) -> int:

@@ -12,7 +12,7 @@ from ddp_optim_overlap.loop.step_calls import StepCalls, has_pre_hooks
 from ddp_optim_overlap.loop.step_inputs import StepInputs
 from ddp_optim_overlap.optimizers.admission import (
     is_reviewed,
-    require_plain_step,
+    require_plain_options,
     require_step_per_parameter,
 )
 from ddp_optim_overlap.optimizers.partial_steps import PartialSteps
@@ -78,7 +78,7 @@ class OverlappedOptimizers(Stepper):
         if any(changed):
             self._looked_at = 0
             for one in self._optimizers:
-                require_plain_step(one)
+                require_plain_options(one)
                 if is_reviewed(one):
                     require_step_per_parameter(one, declared=False, sparse={})
         self._require_no_pre_hooks()

@@ -97,12 +97,15 @@ class StepCalls:
         engine = self._engine  # None: the overlap is still to begin, or has ended
         if engine is None:
             return False
-        return engine.state.phase is not Phase.REMOVED or any(map(self._is_pending, self._optimizers))
+        if engine.state.phase is not Phase.REMOVED:
+            return True
+        return self._habit is not _Habit.LEAVES_OUT and any(map(self._is_pending, self._optimizers))
 
     def remove(self) -> None:
         """Restore ``optimizer.step()``, unless the call for a pass that has stepped is still to come."""
-        leaves_out, self._habit = self._habit is _Habit.LEAVES_OUT, _Habit.UNKNOWN
-        if leaves_out or not any(map(self._is_pending, self._optimizers)):
+        if self._habit is _Habit.CALLS:
+            self._habit = _Habit.UNKNOWN  # a call that was left out no longer matters
+        if not any(map(self._is_pending, self._optimizers)):
             self.restore()
 
     def restore(self) -> None:
@@ -219,7 +222,8 @@ class StepCalls:
     def _settle(self, engine: Engine, optimizer: torch.optim.Optimizer, arguments: Mapping[str, Any]) -> None:
         """Match a call of ``step()`` with the step of the last pass; raise if they do not fit."""
         _refuse_arguments(arguments)
-        self._refuse_late_call()
+        if engine.state.phase is not Phase.REMOVED:
+            self._refuse_late_call()
         self._require_same_inputs(optimizer)
         del self._pending[optimizer]
         if engine.state.phase is not Phase.REMOVED:

@@ -92,13 +92,23 @@ def require_plain_step(optimizer: torch.optim.Optimizer) -> None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise refusal(f"{name}.step needs a closure, which evaluates the model again")
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise refusal(f"{name} has differentiable=True: autograd would record its steps")
+    require_plain_options(optimizer)
     on_instance = vars(optimizer).get("step")
     if on_instance is not None and _unwrapped(on_instance) is not _unwrapped(type(optimizer).step):
         raise refusal(
             f"step was replaced on this {name}, or compiled; that would not run for a part of the parameters"
         )
+
+
+def require_plain_options(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if an option asks for more than a step: options may be loaded later.
+
+    Raises:
+        UnsupportedOptimizerError: One does.
+    """
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        name = type(optimizer).__name__
+        raise refusal(f"{name} has differentiable=True: autograd would record its steps")
 
 
 def _unwrapped(step: Any) -> Any:

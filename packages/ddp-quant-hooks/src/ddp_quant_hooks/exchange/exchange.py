@@ -195,11 +195,18 @@ class _ChunkExchange:
             flat = [message for of_shard in messages for message in of_shard]
             of_each = [length for length, copies in zip(lengths, messages, strict=True) for _ in copies]
             self.task.not_finite(kernels.not_finite(flat, of_each, layout))
-        kernels.decode_shards(messages, lengths, layout, means)
         factor = self.task.plan.enlarge
-        if factor != 1:  # finite means stay finite
-            largest = torch.finfo(means.dtype).max
-            means.mul_(factor).clamp_(-largest, largest)
+        if factor == 1:
+            kernels.decode_shards(messages, lengths, layout, means)
+            return
+        # Not in fp16, in which the smallest numbers have no half.
+        half = means.dtype == torch.float16
+        large = self.scratch.take(means.numel(), torch.float32) if half else means
+        kernels.decode_shards(messages, lengths, layout, large)
+        largest = torch.finfo(means.dtype).max  # finite means stay finite
+        large.mul_(factor).clamp_(-largest, largest)
+        if half:
+            means.copy_(large)
 
     def _answer(self, stage: Stage, values: torch.Tensor, answers: torch.Tensor) -> Exchange:
         """Fill ``answers`` with messages of the mean of ``values``, the same on all ranks of the row."""

@@ -65,14 +65,18 @@ class Outcome:
         self.not_finite(~(mean.coalesce().values() if mean.is_sparse else mean).isfinite().all())
         return mean
 
+    def any_so_far(self, device: torch.device) -> torch.Tensor:
+        """Return on ``device`` whether a value of any mean was not finite, of the exchanges that are over."""
+        flags = list(self._flags)
+        for flag in flags:
+            record_use(flag)  # made on a side stream, which owns its memory
+        none = torch.zeros((), dtype=torch.bool, device=device)
+        return torch.stack([none, *(flag.to(device, non_blocking=True) for flag in flags)]).any()
+
     def any_not_finite(self, device: torch.device) -> torch.Tensor:
-        """Return on ``device`` whether a value of any mean was not finite. The exchanges must be over."""
+        """Return :meth:`any_so_far`, once for each device. All exchanges must be over."""
         if device not in self._any_flag:
-            for flag in self._flags:
-                record_use(flag)  # made on a side stream, which owns its memory
-            here = [flag.to(device, non_blocking=True) for flag in self._flags]
-            none = torch.zeros((), dtype=torch.bool, device=device)
-            self._any_flag[device] = torch.stack([none, *here]).any()
+            self._any_flag[device] = self.any_so_far(device)
         return self._any_flag[device]
 
 

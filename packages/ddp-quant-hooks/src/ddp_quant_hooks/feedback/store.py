@@ -31,10 +31,14 @@ class Key:
     Args:
         name: The key of a call, with the number of the tensor if there are several.
         count: The number of values.
+
+    Attributes:
+        contents: What the values are, if they are not always the same of equal number; ``None``: not known.
     """
 
     def __init__(self, name: str, count: int) -> None:
         self.name, self.count = name, count
+        self.contents: object = None
 
 
 Owner: TypeAlias = torch.Tensor | Key
@@ -222,6 +226,8 @@ class Feedback:
         """The keys that have been used, by name."""
         self.origin = "none"
         """Where residuals were loaded from, in words that are identical on all ranks."""
+        self.loads = 0
+        """How often they were loaded."""
         self._places: Any = WeakIdKeyDictionary()
         self._step: Step | None = None
         self._block: Step | None = None
@@ -383,6 +389,7 @@ class Feedback:
             if isinstance(owner, Key):
                 self.keys[owner.name] = owner
         self.origin, self._steps = f"of {'keys' if self.keys else 'parameters'} in step {steps}", steps
+        self.loads += 1
 
     def _begin(self, kind: Kind) -> Step:
         """Begin a step, and finish the one before."""

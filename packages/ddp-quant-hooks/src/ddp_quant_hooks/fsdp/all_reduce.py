@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.fsdp.checks import Handle, KeyOf, ShardedModule, agree_on_finite
+from ddp_quant_hooks.fsdp.checks import Handle, KeyOf, ShardedModule
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from ddp_quant_hooks.tensors.all_reduce import all_reduce
 from dist_utils.process_groups import record_use
@@ -53,7 +53,7 @@ def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) 
         Collective, over the store. Each ``backward()`` takes what :func:`ddp_quant_hooks.all_reduce` takes
         for this rank's shards of each module. With error feedback, which is the default for 4 bits, residuals
         take 4 bytes a value of this rank's shards, and with three nodes or more a little more for means; and
-        the ranks of a node share, by a small all-reduce for each module, whether its gradients are finite.
+        each ``backward()`` ends with an all-reduce of one number among the ranks of the node.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "shard"))  # doctest: +SKIP
@@ -102,4 +102,3 @@ def _average(
     # A factor divides the sum over all ranks, as on a mesh for HSDP.
     op = dist.ReduceOp.SUM if module.has_divide_factor else dist.ReduceOp.AVG
     all_reduce(reduced, op, state, key=key_of(reduced, 1))
-    agree_on_finite(module, state, reduced)

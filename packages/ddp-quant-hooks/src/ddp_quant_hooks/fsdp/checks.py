@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_quant_hooks.feedback.names import without_wrappers
-from ddp_quant_hooks.feedback.step import value_count
+from ddp_quant_hooks.feedback.step import Outcome, Step, value_count
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from dist_utils import require_same_terms
-from dist_utils.torch_compat import inside_backward, private
+from dist_utils.torch_compat import after_backward, graph_task_id, inside_backward, private
 
 _PURPOSE = "averaging gradients under fully_shard"
 
@@ -81,8 +81,8 @@ class ShardedModule(NamedTuple):
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The process groups of its mesh: those that share its shards, and those that replicate them."""
-        names = ("shard_process_group", "replicate_process_group")
+        """The process groups that reduce its gradients now: of its shards, and of their replicas."""
+        names = ["shard_process_group", *(["replicate_process_group"] if self.group.all_reduce_grads else [])]
         return [getattr(self.group.mesh_info, name) for name in names if hasattr(self.group.mesh_info, name)]
 
     @property
@@ -115,11 +115,12 @@ class Handle(ABC):
     def __init__(self, model: torch.nn.Module, state: QuantizedAllreduceState) -> None:
         self._model, self._state = model, state
         modules = self._agree_on_modules()
-        _forget_another_model(model, state)
+        _forget_another_model(modules, state)
         self.keys = [module.name for module in modules]
         self._complete = False
-        self._trained: dict[str, list[tuple[int, int]]] = {}
-        """Which parameters needed gradients when each key was used last."""
+        self._modules = modules
+        self._agreed: tuple[Step, set[int]] | None = None
+        """The running step, and autograd's tasks at whose end the ranks agree on it."""
         self._replaced: list[tuple[ShardedModule, Any, Any]] = []
         for module in modules:
             ours = self._hook_of(module, partial(self._key_of, module))
@@ -155,15 +156,31 @@ class Handle(ABC):
         if not self._complete:
             self._require_all()
         key, feedback = module.name, self._state.feedback
-        if feedback.wanted and inside_backward():
-            key = feedback.begin_tensors().unused_key(key)
-        trained, known = module.trained, feedback.keys.get(key)
+        if not feedback.wanted:
+            return key
+        if inside_backward():
+            step = feedback.begin_tensors()
+            key = step.unused_key(key)
+            self._agree_at_end(step, gradients.device)
+        trained, count, known = module.trained, value_count(gradients), feedback.keys.get(key)
         has_all = gradients.numel() == shards * sum(length for _, length in trained)
-        has_same = known is not None and known.count == value_count(gradients)
-        if not (has_all and has_same and self._trained.get(key, trained) == trained):
+        has_same = known is None or (known.count, known.contents or trained) == (count, trained)
+        if not (has_all and has_same):
             feedback.free(key)
-        self._trained[key] = trained
+        feedback.key(key, count).contents = trained
         return key
+
+    def _agree_at_end(self, step: Step, device: torch.device) -> None:
+        """Let a step count on all ranks of FSDP's meshes or on none, as ``GradScaler`` skips it.
+
+        Once for each pass, at its end: inside the pass FSDP's other collectives would wait for it.
+        """
+        if self._agreed is None or self._agreed[0] is not step:
+            self._agreed = step, set()
+        task = graph_task_id()
+        if task not in self._agreed[1]:
+            self._agreed[1].add(task)
+            after_backward(partial(_agree_on_finite, self._modules, step.outcome, device))
 
     def _require_all(self) -> None:
         """Raise, once, if ``fully_shard`` was applied to more modules or residuals are of others."""
@@ -231,40 +248,31 @@ class Handle(ABC):
             raise ValueError(f"the state has residuals of shards {state.places}, but this rank has {places}")
 
 
-def agree_on_finite(module: ShardedModule, state: QuantizedAllreduceState, result: torch.Tensor) -> None:
-    """Let a step count on all ranks of a module's mesh or on none, as ``GradScaler`` skips it on all.
-
-    Args:
-        module: The module.
-        state: Its running step counts only if the results of all ranks are finite.
-        result: What this rank has got of the module's gradients.
-    """
-    if not state.feedback.wanted:
-        return
-    flag = (~result.isfinite().all()).to(torch.int32)
-    for group in module.groups:
-        if group.size() > 1:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-    state.feedback.begin_tensors().outcome.not_finite(flag.bool())
-
-
 _handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
 """By the ``id`` of their states. A handle lives as long as the modules, whose hooks have it and its state."""
 
-_last_use: weakref.WeakKeyDictionary[QuantizedAllreduceState, tuple[weakref.ref[torch.nn.Module], str]] = (
+_last_use: weakref.WeakKeyDictionary[QuantizedAllreduceState, tuple[weakref.ref[torch.nn.Module], int]] = (
     weakref.WeakKeyDictionary()
 )
-"""The model that each state was used for last, and where its residuals came from at that time."""
+"""A module of the model that each state was used for last, and how often it had loaded residuals then."""
 
 
-def _forget_another_model(model: torch.nn.Module, state: QuantizedAllreduceState) -> None:
+def _forget_another_model(modules: Sequence[ShardedModule], state: QuantizedAllreduceState) -> None:
     """Forget residuals of another model, whose modules may have the same names, unless they were loaded."""
-    feedback = state.feedback
-    known = _last_use.get(state)
-    if known is not None and known[0]() is not model and known[1] == feedback.origin:
+    feedback, known = state.feedback, _last_use.get(state)
+    if known is not None and known[0]() is not modules[0].module and known[1] == feedback.loads:
         state.wait()
         feedback.forget()
-    _last_use[state] = weakref.ref(model), feedback.origin
+    _last_use[state] = weakref.ref(modules[0].module), feedback.loads
+
+
+def _agree_on_finite(modules: Sequence[ShardedModule], outcome: Outcome, device: torch.device) -> None:
+    """Let a step count on no rank if an average is not finite on one of those that share a module."""
+    groups = {id(group): group for module in modules for group in module.groups if group.size() > 1}
+    flag = outcome.any_so_far(device).to(torch.int32)
+    for group in groups.values():
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    outcome.not_finite(flag.bool())
 
 
 def _sharded_modules(model: torch.nn.Module, name: str, method: str) -> list[ShardedModule]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.fsdp.checks import Handle, KeyOf, ShardedModule, agree_on_finite
+from ddp_quant_hooks.fsdp.checks import Handle, KeyOf, ShardedModule
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from ddp_quant_hooks.tensors.shards import reduce_scatter_tensor
 
@@ -95,5 +95,3 @@ class _ReduceScatter:
             )
         key = self._key_of(input_tensor, len(self._module.shard_ranks))
         reduce_scatter_tensor(output_tensor, input_tensor, op, self._state, key=key)
-        if self._module.replicated:  # FSDP averages the shards of all replicas after this
-            agree_on_finite(self._module, self._state, output_tensor)

@@ -292,8 +292,8 @@ def _cpu_kernels() -> CpuKernels | str:
         if LIBRARY_VARIABLE in os.environ or library_path().exists():
             return f"the compiled kernels do not load here: {error}"
         return (
-            "this installation has no compiled kernels; install a C++ compiler, then: pip install "
-            "--force-reinstall --no-deps --no-binary ddp-quant-hooks ddp-quant-hooks"
+            "this installation has no compiled kernels; install a C++ compiler, then, in the checkout: pip "
+            "install --force-reinstall --no-deps packages/ddp-quant-hooks"
         )
 
 
@@ -312,7 +312,8 @@ def _cuda_kernels(index: int) -> CudaKernels | str:
             missing = f"cuda-core does not work here: {error}"
     extra = "cuda12" if str(torch.version.cuda).startswith("12.") else "cuda"
     missing += (
-        f"; pip install 'ddp-quant-hooks[{extra}]' has what this torch (CUDA {torch.version.cuda}) needs"
+        f"; in the checkout, pip install 'packages/ddp-quant-hooks[{extra}]' has what this torch (CUDA "
+        f"{torch.version.cuda}) needs"
     )
     _log.warning("gradients on %s are quantized by torch's operators, which is slow: %s", device, missing)
     return missing

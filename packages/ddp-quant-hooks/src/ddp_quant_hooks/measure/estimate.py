@@ -30,6 +30,8 @@ class Model:
     step_seconds: float
 
     def __post_init__(self) -> None:
+        if not isinstance(self.parameters, int):
+            raise TypeError(f"parameters must be a whole number, got {self.parameters!r}")
         if not 0 < self.parameters <= _MOST_PARAMETERS:
             raise ValueError(f"parameters must be positive and at most 1e12, got {self.parameters}")
         if not 0 < self.step_seconds < math.inf:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
@@ -38,6 +38,7 @@ class Report:
         device: The device of the buckets: ``"cpu"`` or ``"cuda"``.
         threads: The number of threads of rank 0.
         cores: The number of cores that rank 0 may use.
+        cores_per_rank: How many of its host's cores a rank has, if the ranks share those that they may use.
         kernels: The kernels that quantize on rank 0.
         seconds: The time that measuring took.
         links: Between ranks.
@@ -54,6 +55,7 @@ class Report:
     device: str
     threads: int
     cores: int
+    cores_per_rank: float
     kernels: str
     seconds: float
     links: list[Link]
@@ -66,8 +68,7 @@ class Report:
     def for_model(self, model: Model) -> Report:
         """Return the report with the estimated steps of a model, and advice for it."""
         estimate = estimate_steps(self.hooks, model, self.copy_per_byte)
-        share = _cores_per_rank(self.cores, self.hosts)
-        advice = advise(self.links, self.hooks, estimate, cores_per_rank=share)
+        advice = advise(self.links, self.hooks, estimate, cores_per_rank=self.cores_per_rank)
         return replace(self, estimate=estimate, advice=advice)
 
     def as_text(self) -> str:
@@ -150,22 +151,25 @@ def measure(
         (used,) = ranks.largest([time.perf_counter() - began])
         hooks, copy_per_byte = measure_hooks(ranks, SIZES, max(budget / 2, budget - used), tell)
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    own = [time.perf_counter() - began, torch.get_num_threads(), len(usable), kernels.describe()]
-    seconds, threads, cores, described = all_gather_plain(group, own)[0]
+    own = [time.perf_counter() - began, torch.get_num_threads(), sorted(usable), kernels.describe()]
+    everyone = all_gather_plain(group, own)
+    seconds, threads, cores, described = everyone[0]
+    cores_per_rank = _cores_per_rank([each[2] for each in everyone], hosts)
     return Report(
         cluster=describe_cluster(hosts, links),
         hosts=hosts,
         backend=dist.get_backend_config(group),
         device=ranks.device.type,
         threads=threads,
-        cores=cores,
+        cores=len(cores),
+        cores_per_rank=cores_per_rank,
         kernels=described,
         seconds=seconds,
         links=links,
         hooks=hooks,
         copy_per_byte=copy_per_byte,
         warnings=warn_of_links(hooks),
-        advice=advise(links, hooks, cores_per_rank=_cores_per_rank(cores, hosts)),
+        advice=advise(links, hooks, cores_per_rank=cores_per_rank),
     )
 
 
@@ -190,6 +194,9 @@ def _terms(group: dist.ProcessGroup, budget: Any, device: Any) -> dict[str, obje
     return {"budget": budget, "device": torch.device(device).type}
 
 
-def _cores_per_rank(cores: int, hosts: list[int]) -> float:
-    """Return how many cores a rank has, if its host's ranks share them."""
-    return cores / max(Counter(hosts).values())
+def _cores_per_rank(cores: Sequence[Sequence[int]], hosts: Sequence[int]) -> float:
+    """Return how many cores a rank has, if the ranks of a host share those that they may use; the fewest."""
+    of_hosts: defaultdict[int, set[int]] = defaultdict(set)
+    for host, usable in zip(hosts, cores, strict=True):
+        of_hosts[host].update(usable)
+    return min(len(of_hosts[host]) / count for host, count in Counter(hosts).items())

@@ -143,9 +143,11 @@ class _Runner:
 
     def __init__(self, ranks: Ranks, largest: int) -> None:
         self._ranks, self._device = ranks, ranks.device
-        blocks = [_normal(_BLOCK, rank) for rank in range(len(ranks.hosts))]
-        self._own = blocks[ranks.group.rank()].to(self._device)
-        self._mean = torch.stack(blocks).double().mean(0).to(self._device)
+        self._own = _normal(_BLOCK, ranks.group.rank()).to(self._device)
+        total = torch.zeros(_BLOCK, dtype=torch.float64)
+        for rank in range(len(ranks.hosts)):
+            total += _normal(_BLOCK, rank)
+        self._mean = (total / len(ranks.hosts)).to(self._device)
         self.memory = self._own.repeat(-(-largest // self._own.nbytes))
         self._computation = _Computation(self._device)
         self.copying: list[float] = []
@@ -248,7 +250,8 @@ class _Computation:
 
     def run_unit(self) -> None:
         torch.mm(self._input, self._weights, out=self._output)
-        synchronize(self._device)
+        if self._device.type != "cpu":  # not the streams of an average beside it
+            torch.get_device_module(self._device).current_stream(self._device).synchronize()
 
     def seconds_alone(self) -> float:
         """Return the mean seconds of a unit beside nothing, of this moment and those before."""

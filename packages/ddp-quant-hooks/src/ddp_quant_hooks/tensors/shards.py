@@ -109,8 +109,8 @@ def _check_shards(
     for argument, tensor in (("output", target), ("input", source)):
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             raise ValueError(f"{name}: {argument} must be contiguous")
-    begin, end = source.data_ptr(), source.data_ptr() + source.nbytes
-    if target.numel() and begin <= target.data_ptr() < end:  # on the first rank both begin at one address
+    ends = [one.data_ptr() + one.nbytes for one in (target, source)]
+    if target.numel() and max(target.data_ptr(), source.data_ptr()) < min(ends):
         raise ValueError(f"{name}: output and input share memory: give an output of its own")
     if (target.dtype, target.device) != (source.dtype, source.device):
         raise ValueError(

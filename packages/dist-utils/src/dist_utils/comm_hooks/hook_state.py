@@ -139,9 +139,13 @@ class HookState:
         ...     def terms(self):
         ...         return {"bits": self.bits}
         >>> def my_hook(state, bucket):  # doctest: +SKIP
+        ...     buffer = bucket.buffer()
         ...     state.bucket_came()
-        ...     state.require_same_bucket("my_hook", bucket)
-        ...     return state.worker.submit(lambda group: average(bucket.buffer(), group))
+        ...     try:
+        ...         state.require_same_bucket("my_hook", bucket)
+        ...     except RuntimeError as error:  # raised here, it would leave DDP in the middle of a pass
+        ...         return failed_future(error, buffer)
+        ...     return state.worker.submit(lambda group: average(buffer, group), device=buffer.device)
     """
 
     def __init__(self, process_group: GroupLike = None) -> None:

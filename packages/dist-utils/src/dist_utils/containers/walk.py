@@ -12,6 +12,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from dist_utils.containers.kinds import KINDS, REGISTERED, TENSOR, Kind
+from dist_utils.torch_compat import ATTRIBUTES_ARE_TRACED
 
 Q = TypeVar("Q")
 T = TypeVar("T")
@@ -131,14 +132,16 @@ def _trace(fn: Callable[[torch.Tensor], Any], obj: Any) -> Any:
     """Walk plain containers in a form that ``torch.compile`` can trace, and leave others to the walk."""
     if isinstance(obj, torch.Tensor):
         return fn(obj)
-    if isinstance(obj, tuple) and hasattr(obj, "_fields") and type(obj) not in REGISTERED:
-        return type(obj)(*[_trace(fn, value) for value in obj])
     if type(obj) in (list, tuple):
         return type(obj)([_trace(fn, value) for value in obj])
     if type(obj) in (dict, OrderedDict):
         return type(obj)([(key, _trace(fn, value)) for key, value in obj.items()])
     if isinstance(obj, (type(None), bool, int, float, complex, str, torch.dtype, torch.device)):
         return obj
+    if isinstance(obj, tuple(REGISTERED)):
+        return _walk_untraced(fn, obj)
+    if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+        return type(obj)(*[_trace(fn, value) for value in obj])
     if _is_made_of_its_arguments(obj):
         names = [field.name for field in dataclasses.fields(obj)]
         return type(obj)(**{name: _trace(fn, getattr(obj, name)) for name in names})
@@ -150,9 +153,8 @@ def _is_made_of_its_arguments(obj: Any) -> bool:
     # is_dataclass cannot be traced with torch 2.6.
     if not hasattr(obj, "__dataclass_fields__") or isinstance(obj, (list, tuple, set, frozenset)):
         return False
-    if type(obj) in REGISTERED:
-        return False
     names = [field.name for field in dataclasses.fields(obj) if field.init]
-    # In transformers' ModelOutput the items are its fields; other objects have attributes, or slots only.
-    held = [*(obj if isinstance(obj, dict) else ()), *getattr(obj, "__dict__", ())]
+    held = list(obj) if isinstance(obj, dict) else []  # in transformers' ModelOutput they are its fields
+    if ATTRIBUTES_ARE_TRACED:
+        held += getattr(obj, "__dict__", ())
     return len(names) == len(dataclasses.fields(obj)) and all(key in names for key in held)

@@ -81,7 +81,8 @@ def _parts(values: Any) -> Iterator[bytes]:
         yield f"{values.dtype} {values.shape}".encode()
         yield from _parts(values.tolist()) if values.dtype.hasobject else [values.tobytes()]
     elif isinstance(values, (set, frozenset)):
-        yield from sorted(b"".join(_parts(value)) for value in values)
+        yield type(values).__qualname__.encode() + b"{"
+        yield b",".join(sorted(b"".join(_parts(value)) for value in values)) + b"}"
     elif (kind := KINDS[type(values)]) is not None:
         yield type(values).__qualname__.encode()
         yield from _parts({str(name): value for name, value in kind.attributes(values).items()})

@@ -75,7 +75,8 @@ def run_ranks(
     Args:
         fn: A function that the new process can import: defined at the top level of a module.
         world_size: Number of ranks, at least 1.
-        *args: Passed on to ``fn``, as copies of its own to each rank; must pickle.
+        *args: Passed on to ``fn``, as copies of its own to each rank; must pickle, without multiprocessing's
+            own rules: no queues and locks.
         backend: The backend of the default process group, which exists when ``fn`` is called. With ``"nccl"``
             rank r uses GPU r (where ranks may share GPUs: r modulo their number, see :func:`nccl_can_run`).
             ``None``: no process group.
@@ -84,7 +85,8 @@ def run_ranks(
         group_timeout: Seconds that a collective may take. By default as long as the ranks may run: no
             collective gives up before they are killed. The group is made when every process has started.
         may_die: Ranks that may end without a result, for tests of a dying peer (``os._exit``) or of one that
-            hangs (:func:`stop_process`): their result is ``None``. What they raise counts as of any rank.
+            hangs (:func:`stop_process`): their result is ``None``. What they raise, by ``sys.exit`` too, is
+            an error as of any rank.
 
     Returns:
         The results in rank order. They must pickle.
