@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from dist_utils import apply_to_tensors, cast_forward_inputs, recursive_to, register_container
-from dist_utils.torch_compat import ATTRIBUTES_ARE_TRACED
+from dist_utils.containers.walk import ATTRIBUTES_ARE_TRACED
 
 
 def double(tensor):

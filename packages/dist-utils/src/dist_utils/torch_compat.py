@@ -152,10 +152,6 @@ joins Gloo's threads while it holds the GIL, and such a thread may be waiting fo
 collective's tensors: a deadlock (seen with 2.6.0 in every long run; never with 2.9.1 or newer)."""
 
 
-ATTRIBUTES_ARE_TRACED: bool = torch.__version__ >= "2.13"
-"""Whether ``torch.compile`` can trace code that lists the attributes of an object."""
-
-
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Return how long a collective of ``group`` on ``device`` may take; torch's default if it does not say.
 

@@ -53,7 +53,7 @@ def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) 
         Collective, over the store. Each ``backward()`` takes what :func:`ddp_quant_hooks.all_reduce` takes
         for this rank's shards of each module. With error feedback, which is the default for 4 bits, residuals
         take 4 bytes a value of this rank's shards, and with three nodes or more a little more for means; and
-        each ``backward()`` ends with an all-reduce of one number among the ranks of the node.
+        each pass of autograd ends with an all-reduce of one number among the ranks of the node.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "shard"))  # doctest: +SKIP

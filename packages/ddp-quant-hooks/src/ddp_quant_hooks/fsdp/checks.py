@@ -180,7 +180,7 @@ class Handle(ABC):
         task = graph_task_id()
         if task not in self._agreed[1]:
             self._agreed[1].add(task)
-            after_backward(partial(_agree_on_finite, self._modules, step.outcome, device))
+            after_backward(partial(_agree_on_finite, self._modules, self._state, step.outcome, device))
 
     def _require_all(self) -> None:
         """Raise, once, if ``fully_shard`` was applied to more modules or residuals are of others."""
@@ -251,28 +251,35 @@ class Handle(ABC):
 _handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
 """By the ``id`` of their states. A handle lives as long as the modules, whose hooks have it and its state."""
 
-_last_use: weakref.WeakKeyDictionary[QuantizedAllreduceState, tuple[weakref.ref[torch.nn.Module], int]] = (
-    weakref.WeakKeyDictionary()
-)
-"""A module of the model that each state was used for last, and how often it had loaded residuals then."""
+_last_use: weakref.WeakKeyDictionary[
+    QuantizedAllreduceState, tuple[list[weakref.ref[torch.nn.Module]], int]
+] = weakref.WeakKeyDictionary()
+"""The modules that each state was used for last, and how often it had loaded residuals then."""
 
 
 def _forget_another_model(modules: Sequence[ShardedModule], state: QuantizedAllreduceState) -> None:
     """Forget residuals of another model, whose modules may have the same names, unless they were loaded."""
     feedback, known = state.feedback, _last_use.get(state)
-    if known is not None and known[0]() is not modules[0].module and known[1] == feedback.loads:
+    here = [weakref.ref(module.module) for module in modules]
+    if known is not None and known[0] != here and known[1] == feedback.loads:
         state.wait()
         feedback.forget()
-    _last_use[state] = weakref.ref(modules[0].module), feedback.loads
+    _last_use[state] = here, feedback.loads
 
 
-def _agree_on_finite(modules: Sequence[ShardedModule], outcome: Outcome, device: torch.device) -> None:
+def _agree_on_finite(
+    modules: Sequence[ShardedModule], state: QuantizedAllreduceState, outcome: Outcome, device: torch.device
+) -> None:
     """Let a step count on no rank if an average is not finite on one of those that share a module."""
-    groups = {id(group): group for module in modules for group in module.groups if group.size() > 1}
-    flag = outcome.any_so_far(device).to(torch.int32)
-    for group in groups.values():
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-    outcome.not_finite(flag.bool())
+    with outcome.watch():
+        state.wait()  # for what is noted on its thread, and on a stream of its own
+        groups = {id(group): group for module in modules for group in module.groups}
+        own = dist.get_process_group_ranks(state.process_group)  # which have agreed in each exchange
+        flag = outcome.any_so_far(device).to(torch.int32)
+        for group in groups.values():
+            if group.size() > 1 and dist.get_process_group_ranks(group) != own:
+                dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+        outcome.not_finite(flag.bool())
 
 
 def _sharded_modules(model: torch.nn.Module, name: str, method: str) -> list[ShardedModule]:

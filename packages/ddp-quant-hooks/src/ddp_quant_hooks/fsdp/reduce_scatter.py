@@ -37,7 +37,8 @@ def quantize_reduce_scatter(model: torch.nn.Module, state: QuantizedAllreduceSta
         :func:`ddp_quant_hooks.reduce_scatter_tensor` takes for each module's gradients, and waits for it.
         With error feedback, which is the default for 4 bits, a rank keeps residuals of what it sends, not of
         its shards: 4 bytes a value of the whole model, as much as the model in fp32 before it was sharded.
-        Among hosts with L ranks each that average in full precision inside, it is 1 / L of that.
+        Among hosts with L ranks each that average in full precision inside, it is 1 / L of that. On a mesh
+        for HSDP each pass of autograd then ends with an all-reduce of one number among the replicas.
         ``error_feedback="none"`` keeps none.
 
     Example:

@@ -12,10 +12,12 @@ from typing import Any, TypeVar, overload
 import torch
 
 from dist_utils.containers.kinds import KINDS, REGISTERED, TENSOR, Kind
-from dist_utils.torch_compat import ATTRIBUTES_ARE_TRACED
 
 Q = TypeVar("Q")
 T = TypeVar("T")
+
+ATTRIBUTES_ARE_TRACED: bool = torch.__version__ >= "2.13"
+"""Whether ``torch.compile`` can trace code that lists the attributes of an object; no name shows it."""
 
 _opaque_walk: Any = None
 """The walk, hidden from Dynamo."""
@@ -48,7 +50,8 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
     - Dictionary keys are left alone, and so is any other object: modules, generators, your own classes.
     - While ``torch.compile`` traces, lists, tuples, dictionaries, named tuples and dataclasses that hold only
       what their constructors take are part of the graph. The constructors build them, once for each
-      occurrence. Other containers break the graph.
+      occurrence; before torch 2.13, attributes that are no fields are lost. Other containers break the
+      graph.
     - For a ``PackedSequence``, ``fn`` gets the data; the indices follow it to its device.
 
     Args:
