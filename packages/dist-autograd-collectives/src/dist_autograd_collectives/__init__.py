@@ -60,4 +60,4 @@ __all__ = [
     "start",
 ]
 
-__version__ = "1.0.2"
+__version__ = "1.0.3"
