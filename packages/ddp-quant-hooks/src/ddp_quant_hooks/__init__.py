@@ -24,4 +24,4 @@ __all__ = [
     "reduce_scatter_tensor",
 ]
 
-__version__ = "1.0.0"
+__version__ = "1.0.1"
