@@ -129,7 +129,7 @@ def all_reduce(
     if not async_op:
         return None
     device = next((one.device for one in filled if one.device.type != "cpu"), like.device)
-    return _result(joined_future(arrivals or [completed_future(like)], like, device), tensor)
+    return _result(joined_future(arrivals or [completed_future(like)], filled, device), tensor)
 
 
 def _packs(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -181,10 +181,10 @@ def _join(pack: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.flatten() for tensor in pack]).resolve_conj().resolve_neg()
 
 
-def _result(done: _Future, tensor: Tensors) -> torch.futures.Future[Any]:
+def _result(done: torch.futures.Future[Any], tensor: Tensors) -> torch.futures.Future[Any]:
     caller = threading.get_ident()
 
-    def value(future: _Future) -> Any:
+    def value(future: torch.futures.Future[Any]) -> Any:
         if threading.get_ident() != caller:
             # Before the caller's own callbacks run here.
             _completing[threading.get_native_id()] = threading.get_ident()

@@ -201,6 +201,8 @@ class Averager:
         return plan(self.placement, group.rank(), count, formats, on_streams=on_streams, **options)
 
     def _scratch(self, device: torch.device) -> list[Scratch]:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return []  # memory of the graph, whose replays use it after ours was freed
         return self._scratches.setdefault(device, [])
 
 

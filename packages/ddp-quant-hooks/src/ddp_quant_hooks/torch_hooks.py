@@ -11,7 +11,7 @@ from ddp_quant_hooks import kernels
 from ddp_quant_hooks.hook import check_buffer
 from dist_utils import GroupLike, resolve_group
 from dist_utils.comm_hooks import buckets_only, completed_future, failed_future, require_same_bucket
-from dist_utils.process_groups import future_of_work
+from dist_utils.process_groups import future_of_work, record_use
 from dist_utils.torch_compat import GradBucket, all_gather_single, profiler_range
 
 
@@ -126,6 +126,7 @@ def _average(
 
         def restore(done: torch.futures.Future[Any]) -> torch.Tensor:
             done.value()  # raises what the collective raised
+            record_use(message)  # a collective that a CUDA graph captures does not keep its input
             kernels.affine_decode(gathered.chunk(world_size), layout, values)
             return buffer
 

@@ -77,6 +77,7 @@ class Outcome:
         """Return :meth:`any_so_far`, once for each device. All exchanges must be over."""
         if device not in self._any_flag:
             self._any_flag[device] = self.any_so_far(device)
+        record_use(self._any_flag[device])  # perhaps made on another stream
         return self._any_flag[device]
 
 

@@ -121,8 +121,10 @@ class OrderedWorker:
             job: Called with the process group it must use for every collective. On CPU, and with Gloo, it
                 runs on the worker's thread; otherwise in this call, and must not synchronize with the host.
                 On an accelerator the side stream is the current stream, which waits for all earlier work of
-                the caller's stream. Tensors it uses must live until its future is complete. Torch's operators
-                use as many threads as on the caller's thread, and treat subnormal numbers in the same way.
+                the caller's stream; it must return what it has written, or the streams of those who wait for
+                its future do not wait for the side stream. Tensors it uses must live until its future is
+                complete. Torch's operators use as many threads as on the caller's thread, and treat subnormal
+                numbers in the same way.
             device: Where the job's tensors live.
             name: What a profiler calls the job, on the thread where it runs; ``None``: the worker's name. See
                 :func:`dist_utils.torch_compat.every_thread`.
@@ -155,6 +157,7 @@ class OrderedWorker:
         # An error raised here would leave DDP in the middle of a pass, so the future has it.
         failed = queued.run(self._process_group, self._failure, Exception)
         if failed is not None:
+            self._side_streams.wait()  # nobody else waits for what the job has enqueued
             queued.fail(failed)
         return queued.result
 
