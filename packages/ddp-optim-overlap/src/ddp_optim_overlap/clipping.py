@@ -129,15 +129,15 @@ class PreviousStepNorm(_NormLimit):
 
     def attach(self, overlap: object) -> None:
         """Refuse a second overlap: each would clip by the norms of both."""
-        if self._overlap is not None and self._overlap() is not None:
+        if self._user is not None:
             gc.collect()  # a model is part of cycles, and may be waiting for this
-        if self._overlap is not None and self._overlap() is not None:
+        if self._user is not None:
             raise ConfigError("another overlap uses this PreviousStepNorm: make one for each model")
         self._overlap = weakref.ref(overlap)
 
     def release(self, overlap: object, *, failed: bool) -> None:
         """Let another overlap use the policy, without the norms of one that has failed."""
-        if self._overlap is not None and self._overlap() is overlap:
+        if self._user is overlap:
             self._overlap = None
             if failed:
                 self.previous, self._squares = None, []
@@ -159,6 +159,10 @@ class PreviousStepNorm(_NormLimit):
         norm = _norm(gradients, parameters[0].device)
         self._squares.append(norm.square())
         _scale(gradients, self.max_norm, norm if self.previous is None else self.previous)
+
+    @property
+    def _user(self) -> object | None:
+        return None if self._overlap is None else self._overlap()
 
     @property
     def _newest(self) -> float | torch.Tensor | None:

@@ -201,9 +201,14 @@ class Averager:
         return plan(self.placement, group.rank(), count, formats, on_streams=on_streams, **options)
 
     def _scratch(self, device: torch.device) -> list[Scratch]:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_captured(device):
             return []  # memory of the graph, whose replays use it after ours was freed
         return self._scratches.setdefault(device, [])
+
+
+def is_captured(device: torch.device) -> bool:
+    """Return whether what runs on a device now becomes part of a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @functools.lru_cache(maxsize=64)  # asked for with every bucket

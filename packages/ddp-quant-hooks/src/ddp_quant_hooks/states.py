@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_quant_hooks.averaging import Averager, plan_digest
+from ddp_quant_hooks.averaging import Averager, is_captured, plan_digest
 from ddp_quant_hooks.exchange.placement import choose_placement, link_inside_host
 from ddp_quant_hooks.feedback.checkpoint import FeedbackState
 from ddp_quant_hooks.kernels.layout import WIRE_VERSION, Format
@@ -209,7 +209,7 @@ class QuantizedAllreduceState(FeedbackState):
         Raises:
             RuntimeError: It is, and there is something to decide.
         """
-        if (self.feedback.wanted or self.options.sample_every) and _is_captured(buffer):
+        if (self.feedback.wanted or self.options.sample_every) and is_captured(buffer.device):
             raise RuntimeError(
                 "a CUDA graph cannot hold what changes from step to step: capture with "
                 "error_feedback='none' and sample_every=0"
@@ -300,7 +300,3 @@ def _node_numbers(nodes: Sequence[list[int]]) -> list[int]:
             )
     numbers = {min(node): number for number, node in enumerate(nodes)}
     return [numbers[min(node)] for node in nodes]
-
-
-def _is_captured(buffer: torch.Tensor) -> bool:
-    return buffer.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

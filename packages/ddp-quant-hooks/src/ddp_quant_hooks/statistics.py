@@ -77,9 +77,8 @@ class Counter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts = [0] * len(_COUNTS)
-        self._error: torch.Tensor | None = None
-        self._computed: Any = None
-        """Recorded on an accelerator's stream when the error is there."""
+        self._error: tuple[torch.Tensor, Any] | None = None
+        """The last error, and on an accelerator the event after which it is there."""
 
     def add(
         self,
@@ -106,15 +105,14 @@ class Counter:
         with self._lock:
             self._counts = [so_far + more for so_far, more in zip(self._counts, counts, strict=True)]
             if error is not None:
-                self._error, self._computed = error, None
-                if error.device.type != "cpu":
-                    device = error.device
-                    self._computed = torch.get_device_module(device).current_stream(device).record_event()
+                device, computed = error.device, None
+                if device.type != "cpu":
+                    computed = torch.get_device_module(device).current_stream(device).record_event()
+                self._error = error, computed
 
     def read(self) -> Statistics:
         """Return what was counted. Waits for an accelerator if it measures an error."""
-        with self._lock:
-            computed, error = self._computed, self._error
+        error, computed = self._error or (None, None)
         if computed is not None:
             computed.synchronize()
         found = None if error is None else float(error)

@@ -8,6 +8,7 @@ import torch
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_quant_hooks import kernels
+from ddp_quant_hooks.exchange.values import flat_real
 from ddp_quant_hooks.hook import check_buffer
 from dist_utils import GroupLike, resolve_group
 from dist_utils.comm_hooks import buckets_only, completed_future, failed_future, require_same_bucket
@@ -111,7 +112,7 @@ def _average(
             return failed_future(error, buffer)
         if buffer.is_sparse:
             return allreduce_hook(group, bucket)
-        values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
+        values = flat_real(buffer)
         precision = torch.promote_types(values.dtype, torch.float32)
         layout = kernels.AffineLayout(
             values.numel(), values.numel() if channel is None else channel, precision

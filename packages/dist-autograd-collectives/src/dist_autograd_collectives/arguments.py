@@ -99,7 +99,7 @@ def check_buffer(label: str, buffer: torch.Tensor, like: torch.Tensor) -> None:
 
 def fill(buffer: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """Copy a result into the caller's buffer, which is not part of the graph and may be reused."""
-    # A collective that was started in inference mode is waited for in the mode of its result.
+    # The mode in which the buffer was made: a started collective ends outside of inference mode.
     inside = not is_recorded() and buffer.is_inference()
     with torch.inference_mode() if inside else contextlib.nullcontext():
         buffer.detach().copy_(result.detach())

@@ -221,12 +221,13 @@ class StepCalls:
 
     def _settle(self, engine: Engine, optimizer: torch.optim.Optimizer, arguments: Mapping[str, Any]) -> None:
         """Match a call of ``step()`` with the step of the last pass; raise if they do not fit."""
+        removed = engine.state.phase is Phase.REMOVED  # then what was left out no longer matters
         _refuse_arguments(arguments)
-        if engine.state.phase is not Phase.REMOVED:
+        if not removed:
             self._refuse_late_call()
         self._require_same_inputs(optimizer)
         del self._pending[optimizer]
-        if engine.state.phase is not Phase.REMOVED:
+        if not removed:
             self._habit = _Habit.CALLS
         elif not self._pending:
             self.restore()

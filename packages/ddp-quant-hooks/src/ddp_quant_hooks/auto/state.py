@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_compress_hooks import CompressState, allreduce_hook, bf16_compress_hook
 from ddp_quant_hooks.auto.choice import Choice
 from ddp_quant_hooks.auto.trial import Mark, Trial, TrialPass, largest_of_ranks
+from ddp_quant_hooks.averaging import is_captured
 from ddp_quant_hooks.feedback.step import Kind, Step
 from ddp_quant_hooks.hook import check_buffer, quantized_allreduce_hook
 from ddp_quant_hooks.states import QuantizedAllreduceState
@@ -214,7 +215,7 @@ class AutoState(HookState):
         Raises:
             RuntimeError: It is, and there is no choice yet.
         """
-        if self.trying and buffer.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self.trying and is_captured(buffer.device):
             raise RuntimeError(
                 "a CUDA graph cannot hold a trial, which changes from step to step: capture after the choice"
             )

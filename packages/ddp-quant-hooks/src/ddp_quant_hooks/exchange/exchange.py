@@ -214,7 +214,6 @@ class _ChunkExchange:
             for _ in range(stage.turns):
                 yield
             return
-        mine = stage.answers.messages(answers)[stage.place]
         if stage.way is Way.ONE_SHOT:
             messages = answers.view(2, -1).unbind()
             own, layout = messages[stage.place], self.task.plan.formats.scatter
@@ -222,6 +221,7 @@ class _ChunkExchange:
             kernels.encode_shards(values, [own], stage.lengths, layout, **residual)
             yield from self._swap(stage, [own] * 2, messages, 0)
             return
+        mine = stage.answers.messages(answers)[stage.place]
         if stage.way is Way.TWO_SHOT:
             incoming = yield from self._scatter_few_bits(stage, values, answers)
             length, formats = stage.lengths[stage.place], self.task.plan.formats

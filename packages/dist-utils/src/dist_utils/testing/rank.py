@@ -182,9 +182,9 @@ def _pickle(value: Any) -> bytes:
 
 def _let_outcomes_pickle() -> None:
     """Let pickle take what ``pytest.skip`` and ``pytest.fail`` raise: their classes claim to be built in."""
-    pytest = sys.modules.get("pytest")
-    for kind in ("skip", "fail") if pytest is not None else ():
-        copyreg.pickle(getattr(pytest, kind).Exception, functools.partial(_reduced_outcome, kind))
+    if (pytest := sys.modules.get("pytest")) is not None:
+        for kind in ("skip", "fail"):
+            copyreg.pickle(getattr(pytest, kind).Exception, functools.partial(_reduced_outcome, kind))
 
 
 def _reduced_outcome(kind: str, outcome: Any) -> tuple[Callable[..., BaseException], tuple[str, str]]:
