@@ -168,7 +168,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
         }
         for case, sides in results.get("peaks", {}).get("cases", {}).items()
     }
-    draw_bars(panels, "MiB", path, title="Peak of memory above the model, second pass and later")
+    title = "Peak of memory above the model, second pass and later"
+    draw_bars(panels, "MiB", path, title=title, ranges="least and most")
 
 
 def main() -> None:

@@ -17,6 +17,8 @@ same from call to call, as in training.
   equal is compared by hash.
 * Time: the slowest rank's, sides in turns.
 
+Plain DDP is PyTorch's ``allreduce_hook``, which does what DDP does without a hook.
+
 Writes results/hosts.json and .png. All ranks share this machine's processors.
 """
 
@@ -34,8 +36,8 @@ from drawing import BLUE, GRAY, GREEN, VERMILION, save, subplots
 from harness import Benchmark, Found, bytes_on_link, in_turns, load, print_times, slowest
 from machine import describe_tree
 from rank_processes import on_ranks
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from ddp_compress_hooks import allreduce_hook
 from ddp_quant_hooks import (
     QuantizedAllreduceState,
     all_reduce,
@@ -83,7 +85,7 @@ def make_sides(bucket: Any) -> dict[str, Side]:
         return shard
 
     return {
-        PLAIN: lambda: allreduce_hook(None, bucket).wait(),
+        PLAIN: lambda: allreduce_hook(dist.group.WORLD, bucket).wait(),
         DEFAULT: hook(),
         FLAT: hook(intra_node="flat"),
         INSIDE: hook(intra_node="quantized"),

@@ -78,9 +78,7 @@ def name_ends(axis: Any, ends: dict[str, tuple[float, float, str]], gap: float =
 
 
 Bar = tuple[float, list[float]]
-"""A median and its quartiles."""
-
-OURS = ("ours", "8 bits, ours")
+"""A median and its range."""
 
 
 def bars_of(table: Mapping[str, Mapping[str, Any]]) -> dict[str, Bar]:
@@ -93,20 +91,23 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
 
 
-def draw_bars(panels: Mapping[str, Mapping[str, Bar]], unit: str, path: Path, *, title: str) -> None:
-    """Draw a panel of horizontal bars for each title, with the quartiles, and write the picture.
+def draw_bars(
+    panels: Mapping[str, Mapping[str, Bar]], unit: str, path: Path, *, title: str, ranges: str = "quartiles"
+) -> None:
+    """Draw a panel of horizontal bars for each title, with their ranges, and write the picture.
 
-    Each bar has its number, so that there is no axis for it. The unit is a part of the picture's title.
-    Without a panel there is no picture.
+    Each bar has its number, so that there is no axis for it. The picture's title says the unit and what the
+    ranges are. Without a panel there is no picture.
     """
     if not panels:
         return
-    figure, axes = subplots([0.35 + 0.24 * len(bars) for bars in panels.values()], f"{title}, {unit}")
+    heights = [0.35 + 0.24 * len(bars) for bars in panels.values()]
+    figure, axes = subplots(heights, f"{title}, {unit} (thin lines: {ranges})")
     for axis, (subject, bars) in zip(axes, panels.items(), strict=True):
         longest = max(high for _, (_, high) in bars.values())
         for place, (name, (median, (low, high))) in enumerate(bars.items()):
             spread = [[max(0, median - low)], [max(0, high - median)]]
-            color = BLUE if name.startswith(OURS) else GRAY
+            color = BLUE if name.startswith("ours") else GRAY
             axis.barh(place, median, xerr=spread, color=color, ecolor="0.3")
             axis.text(
                 max(median, high) + 0.02 * longest, place, number(median), va="center", fontsize="small"

@@ -55,7 +55,10 @@ def holder(host: Host) -> int:
 
 
 def interface_bytes() -> tuple[int, int]:
-    """Return the bytes that this process's host has received and sent, headers included; 0 on loopback."""
+    """Return the bytes that this process's host has received and sent, headers included.
+
+    Only meaningful on an emulated host, whose interface is eth0.
+    """
     # Not /sys/class/net: that belongs to the network in which it was mounted, this file to the process.
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")

@@ -47,6 +47,11 @@ class Results:
         self.stored = 0
         """How many entries were put into the file."""
 
+    @property
+    def replaced(self) -> bool:
+        """Whether the file has nothing of an older run any more."""
+        return self._new and self.stored > 0
+
     def store(self, keys: Sequence[Any], entry: Any) -> None:
         """Put an entry into the file; entries of other keys stay."""
         self.stored += 1
@@ -126,7 +131,8 @@ class Benchmark:
         if results.stored:
             print(f"\nwritten: {options.output}")
         if skipped:
-            sys.exit(f"not measured here, and no longer in the file: {', '.join(skipped)}")
+            before = "no longer in the file" if results.replaced else "in the file as before"
+            sys.exit(f"not measured here, and {before}: {', '.join(skipped)}")
 
     def _everything(self, options: argparse.Namespace) -> bool:
         usual = vars(self.parser.parse_args([])) | {"output": options.output}

@@ -135,9 +135,9 @@ def measure(name: str) -> dict[str, Any] | str:
 
 
 def check(claim: Claim, results: dict[str, Any] | str) -> bool:
-    """Print the outcome for a claim; return whether it holds, or was not measured."""
+    """Print the outcome for a claim; return whether it holds, or this machine cannot measure it."""
     stored = claim.stored()
-    then, spread = claim.compared_value(stored), claim.spread(stored)
+    then, bound = claim.compared_value(stored), claim.bound(stored)
     sentence = claim.sentence.format(value=claim.value(stored))
     if isinstance(results, str):
         print(f"not measured  {sentence} ({results})")
@@ -145,24 +145,19 @@ def check(claim: Claim, results: dict[str, Any] | str) -> bool:
     try:
         now = claim.compared_value(results)
     except KeyError as error:
-        print(f"not measured  {sentence} ({error} is not there)")
-        return True
-    worse = "less" if claim.better == "more" else "more"
+        print(f"{'not measured' if claim.optional else 'FAILS'}  {sentence} ({error} is not there)")
+        return claim.optional
+    limit = "least" if claim.better == "more" else "most"
     held = claim.holds(now)
     verdict = "holds" if held else "FAILS"
     what = f"{claim.compared[-1].replace('_', ' ')} {then:.3g}, now" if claim.compared else "Now"
-    print(f"{verdict}  {sentence} {what} {now:.3g}; at most {spread:.0%} {worse} is allowed.")
-    if not held and (where := _elsewhere(stored)):
-        print(
-            f"       It was measured on {where}. To compare trees, run this at commit {stored['tree']}, too."
-        )
+    print(f"{verdict}  {sentence} {what} {now:.3g}; at {limit} {bound:.3g} is allowed.")
+    run = claim.run()
+    if not held and (machine := run["machine"]) != describe_machine()["machine"]:
+        where = f"{machine['cores']} cores, {machine['cpu']}"
+        tree = run.get("tree", "of that day")
+        print(f"       It was measured on {where}. To compare trees, run this at commit {tree}, too.")
     return held
-
-
-def _elsewhere(stored: dict[str, Any]) -> str:
-    """Return the machine of a result file; nothing if it is of this machine's kind."""
-    machine = stored["machine"]
-    return "" if machine == describe_machine()["machine"] else f"{machine['cores']} cores, {machine['cpu']}"
 
 
 def main() -> None:

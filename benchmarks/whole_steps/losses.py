@@ -53,7 +53,10 @@ def learn(rank: int, model_name: str, name: str, seeds: int, steps: int) -> list
 
 
 def _curve(task: Task, model_name: str, name: str, seed: int, steps: int) -> Curve:
-    take, optimizer, close = _diloco(task, seed) if name == DILOCO else _hooked(task, model_name, name, seed)
+    full_steps = max(WARM_UP, steps // 10)
+    take, optimizer, close = (
+        _diloco(task, seed) if name == DILOCO else _hooked(task, model_name, name, seed, full_steps)
+    )
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=WARM_UP)
     seconds: list[float] = []
     began = time.perf_counter()
@@ -72,8 +75,8 @@ def _curve(task: Task, model_name: str, name: str, seed: int, steps: int) -> Cur
     }
 
 
-def _hooked(task: Task, model_name: str, name: str, seed: int) -> Learner:
-    side = make_side(name, MODELS[model_name], task, seed=seed)
+def _hooked(task: Task, model_name: str, name: str, seed: int, full_steps: int) -> Learner:
+    side = make_side(name, MODELS[model_name], task, seed=seed, full_steps=full_steps)
     return lambda chosen: side.step(task, chosen), side.optimizer, side.close
 
 

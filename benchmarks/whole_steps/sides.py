@@ -61,16 +61,17 @@ def label(name: str) -> str:
     return LABELS[base] + (" + overlap" if plus else "")
 
 
-def make_hook(name: str) -> tuple[Any, Callable[..., Any]] | None:
-    """Return a state and a hook, or ``None`` for plain DDP."""
+def make_hook(name: str, full_steps: int) -> tuple[Any, Callable[..., Any]] | None:
+    """Return a state and a hook, or ``None`` for plain DDP; ``full_steps`` is of PowerSGD."""
     if name == PLAIN:
         return None
     if name == "fp16":
         return None, default_hooks.fp16_compress_hook
     if name.startswith("powersgd"):
-        # The first step uses DDP's first buckets; the hook is warm from the third step on.
         rank = 4 if name.startswith("powersgd4") else 1
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=rank, start_powerSGD_iter=full_steps
+        )
         return state, powerSGD_hook.powerSGD_hook
     if name == "perchannel":
         return torch.distributed.group.WORLD, quantization_hooks.quantization_perchannel_hook
@@ -110,14 +111,24 @@ class Side:
             self.state.close()
 
 
-def make_side(name: str, model: Model, task: Task, seed: int = 0) -> Side:
-    """Make a model with its hook and optimizer."""
+def make_side(name: str, model: Model, task: Task, *, seed: int = 0, full_steps: int = 2) -> Side:
+    """Make a model with its hook and optimizer.
+
+    Args:
+        name: Of the side.
+        model: What is trained.
+        task: On what.
+        seed: Of the parameters.
+        full_steps: The first steps of PowerSGD, with full gradients. With two, the first uses DDP's first
+            buckets, and the hook is warm from the third on: enough to measure times, but PyTorch advises at
+            least a tenth of a training's steps, and not less than those in which the learning rate rises.
+    """
     torch.manual_seed(seed)
     bucket_mb = 1e4 if name.endswith("-one") else model.bucket_mb
     ddp = DistributedDataParallel(task.model(), bucket_cap_mb=bucket_mb, gradient_as_bucket_view=model.views)
     optimizer = task.optimizer(ddp.parameters())
     base, plus, _ = name.partition("+")
-    made = make_hook(base)
+    made = make_hook(base, full_steps)
     state, hook = made or (None, None)
     if plus:
         overlap_optimizer(ddp, optimizer, comm_hook=hook, comm_state=state)

@@ -1,7 +1,7 @@
 """Summary of a job: medians and quartiles, exposed communication, share of the possible gain.
 
-All differences and ratios are within one turn, because whatever slows the machine for a while slows both
-sides. Times are of the slowest rank.
+Ratios of two sides' steps and exposed times are within one turn, because whatever slows the machine for a
+while slows both sides; what is possible and its shares are of medians. Times are of the slowest rank.
 
 * *compute*: a step of plain DDP's model under ``no_sync()``, with the optimizer's step, on all ranks at once.
 * *exposed*: how much longer a step takes than compute. That is the wait for the network, and the time that
@@ -76,9 +76,6 @@ def compare(name: str, steps: dict[str, list[float]], wire: float, last: float) 
     }
     if name != PLAIN and plain > possible:
         found["gain_of_possible"] = round((plain - statistics.median(own)) / (plain - possible), 3)
-    base, plus, _ = name.partition("+")
-    if plus and base in steps:
-        found["of_without_overlap"] = ratios(own, steps[base])
     return found
 
 

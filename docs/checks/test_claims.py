@@ -1,10 +1,12 @@
 """The documents' main claims state the numbers of the result files."""
 
 import ast
+import importlib
 import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -42,6 +44,44 @@ def test_only_what_is_worse_by_more_than_the_spread_fails(monkeypatch):
     assert [faster.holds(value) for value in (9.0, 2.41, 2.39)] == [True, True, False]
     shorter = Claim("shorter", "{value}", (), "", ("b",), "", ("a",), better="less", least_spread=0.5)
     assert [shorter.holds(value) for value in (0.1, 0.49, 0.51)] == [True, True, False]
+
+
+def test_a_gain_that_is_gone_fails_whatever_the_spread(monkeypatch):
+    stored = {
+        "a": {"median_ms": 110.0, "quartiles_ms": [100, 120]},
+        "b": {"median_ms": 100.0, "quartiles_ms": [85, 105]},
+    }
+    monkeypatch.setattr(Claim, "stored", lambda _: stored)
+    faster = Claim("faster", "{value}", (), "", ("a",), "", ("b",))
+    assert faster.spread(stored) > 0.3
+    assert [faster.holds(value) for value in (1.01, 0.99)] == [True, False]
+    shorter = Claim("shorter", "{value}", (), "", ("b",), "", ("a",), better="less")
+    assert [shorter.holds(value) for value in (0.99, 1.01)] == [True, False]
+
+
+def test_a_claim_rests_on_the_run_that_measured_its_entry_last(monkeypatch):
+    whole, part, longer_name = {"tree": "one"}, {"tree": "two"}, {"tree": "three"}
+    measured = {"cells / 7M / sides / 8bits": part, "cells / 7M / sides / 8bits+overlap": longer_name}
+    monkeypatch.setattr(Claim, "stored", lambda _: {**whole, "measured": measured})
+    runs = [
+        Claim("", "", (), "", ("cells", "7M", "sides", side, "ms"), "").run()
+        for side in ("plain", "8bits", "8bits+overlap")
+    ]
+    assert [run["tree"] for run in runs] == ["one", "two", "three"]
+
+
+def test_only_what_a_machine_may_lack_may_be_missing(monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    repeat_claims = importlib.import_module("repeat_claims")
+    stored = {"a": 2.0, "machine": {"cores": 1, "cpu": "of another kind"}, "date": "today"}
+    monkeypatch.setattr(Claim, "stored", lambda _: stored)
+    needed = Claim("", "{value}", (), "", ("a",), "")
+    assert repeat_claims.check(needed, {"a": 2.0})
+    assert not repeat_claims.check(needed, {"a": 1.0})
+    assert not repeat_claims.check(needed, {})
+    assert repeat_claims.check(replace(needed, optional=True), {})
+    assert repeat_claims.check(needed, "no emulated hosts here")
 
 
 def test_a_number_in_another_column_does_not_count(tmp_path, monkeypatch):
