@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -16,6 +17,11 @@ nox.needs_version = ">=2025.2.9"
 
 DEFAULT_TORCH = "2.13.0"
 SUPPORTED_TORCH = ["2.6.0", "2.9.1", DEFAULT_TORCH, "2.15.0"]
+IMPOSSIBLE = {  # Python and torch
+    ("3.10", "2.15.0"): "torch has no wheels",
+    ("3.14", "2.6.0"): "torch has no wheels",
+    ("3.14", "2.9.1"): "torch.compile refuses Python 3.14 before torch 2.10",
+}
 FULL_RUNS = [("3.10", "2.6.0"), ("3.11", "2.9.1"), ("3.12", DEFAULT_TORCH), ("3.13", "2.15.0")]
 """Versions of Python and torch that are tested together before a release: each at least once."""
 # TORCH_VERSIONS="2.6.0 2.15.0" nox: these versions instead, wherever torch is a parameter.
@@ -38,9 +44,11 @@ TESTS = [f"packages/{package}/tests" for package in reversed(PACKAGES)]
 # The sessions' own requirements, kept where Dependabot finds them.
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
 
-# Tests wait: for ranks to start, for peers, for timeouts. More tests than cores keep the cores busy.
+# Tests wait: for ranks to start, for peers, for timeouts. More tests than cores keep the cores busy, but each
+# worker imports torch and collects all tests.
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 # xdist would start files with many tests first, and end with a few long tests while other workers are idle.
-SIDE_BY_SIDE = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile", "--no-loadscope-reorder"]
+SIDE_BY_SIDE = ["-n", str(min(CORES, 31) + 1), "--dist", "loadfile", "--no-loadscope-reorder"]
 
 TESTED_ON_HOST: list[str] = []
 """The ``integration`` sessions that ran with ``--no-venv``."""
@@ -56,6 +64,9 @@ def install(
     session: nox.Session, *extra: str, torch: str = DEFAULT_TORCH, packages: list[str] | None = None
 ) -> None:
     """Install one torch, all packages (editable) and ``extra`` into the venv, in one resolution."""
+    python = session.python or f"{sys.version_info.major}.{sys.version_info.minor}"
+    if why := IMPOSSIBLE.get((str(python), torch)):
+        session.skip(f"Python {python}, torch {torch}: {why}")
     editable = [arg for package in packages or PACKAGES for arg in ("-e", f"packages/{package}[test]")]
     session.install(f"torch=={torch}", *editable, *extra, env=ENV)
 
@@ -149,12 +160,16 @@ def integration(session: nox.Session, torch: str) -> None:
         if TESTED_ON_HOST:
             session.skip("the host has one torch, which the first of these sessions has tested")
         TESTED_ON_HOST.append(torch)
-        env = {**env, "PYTHONPATH": os.pathsep.join(str(ROOT / source) for source in SOURCES)}
+        paths = [str(ROOT / source) for source in SOURCES]
+        if "PYTHONPATH" in os.environ:  # some hosts provide torch in this way
+            paths.append(os.environ["PYTHONPATH"])
+        env = {**env, "PYTHONPATH": os.pathsep.join(paths)}
         tests += map(str, sorted(ROOT.glob("packages/*/tests/test_*_on_gpu.py")))
-        # Its GPUs allow only one test at a time. A host's pytest-benchmark would warn with -n.
-        how = ["-p", "no:benchmark"]
+        how = ["-p", "no:benchmark"]  # a host's pytest-benchmark would warn with -n
     else:
         install(session, *GROUPS["demo"], *GROUPS["examples"], *GROUPS["side-by-side"], torch=torch)
+        if shutil.which("nvidia-smi"):  # GPUs allow only one test at a time
+            how = []
     chosen = ["-m", "not exhaustive", *session.posargs]  # the last -m counts
     session.run("python", "-m", "pytest", *tests, *how, *chosen, env=env, external=True)
 
@@ -167,7 +182,8 @@ def compatibility(session: nox.Session, torch: str) -> None:
         "git", "diff", "--exit-code", "--stat", "HEAD", "--", ":!docs/compatibility.md", external=True
     )
     commit = str(session.run("git", "rev-parse", "--short", "HEAD", external=True, silent=True)).strip()
-    report = str(Path(session.create_tmp()) / "report.xml")
+    # Not in create_tmp(), which moves TMPDIR: sockets of multiprocessing need short paths.
+    report = str(ROOT / ".nox" / "report.xml")
     run_everything(session, torch, "not exhaustive", f"--junitxml={report}")
     session.run("python", "-m", "releasing.compatibility", report, commit)
 
@@ -190,7 +206,7 @@ def alone(session: nox.Session, package: str) -> None:
 
 @nox.session(default=False, venv_backend="uv")
 def lowest(session: nox.Session) -> None:
-    """Run the unit tests with the lowest declared version of every requirement."""
+    """Run the unit tests with the lowest declared version of every requirement except siblings."""
     editable = [arg for package in PACKAGES for arg in ("-e", f"packages/{package}[test]")]
     session.install("--resolution=lowest-direct", *editable, env=ENV)
     session.run("pytest", *(session.posargs or TESTS), env=ENV)

@@ -1,12 +1,13 @@
 """The Python snippets and programs of the READMEs and of the site, run as users run them."""
 
+import contextlib
 import os
 import re
 import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,31 +59,36 @@ def run(chosen: Iterable[Snippet], **names: Any) -> dict[str, Any]:
     return names
 
 
-def start_program(
+@contextlib.contextmanager
+def program(
     script: Path,
     *arguments: object,
     ranks: int = 2,
     restarts: int = 0,
     folder: Path | None = None,
     **environ: str,
-) -> subprocess.Popen[str]:
-    """Start a program under torchrun."""
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a program under torchrun; on exit, end what is left of it: torchrun ends its ranks."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--monitor-interval=0.1"]
     options = [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-    return subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, *launcher, *options, str(script), *map(str, arguments)],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
+    ) as started:
+        try:
+            yield started
+        finally:
+            started.terminate()
 
 
-def end_of(program: subprocess.Popen[str]) -> tuple[str, str]:
+def end_of(started: subprocess.Popen[str]) -> tuple[str, str]:
     """Wait for the end of a program, which must be a good one; return what it has printed, and its errors."""
-    output, errors = program.communicate(timeout=600)
-    assert program.returncode == 0, output + errors
+    output, errors = started.communicate(timeout=600)
+    assert started.returncode == 0, output + errors
     return output, errors
 
 

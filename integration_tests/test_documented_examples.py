@@ -19,6 +19,11 @@ def _run(script, *arguments, **options):
     return pages.run_program(EXAMPLES / script, *arguments, **options)
 
 
+def _warnings(errors):
+    """Return the warnings but torch's, that a barrier without a ``device_id`` guesses the rank's GPU."""
+    return [line for line in errors.splitlines() if "Warning" in line and "distributed_c10d.py" not in line]
+
+
 def _numbers(pattern, text):
     found = re.search(pattern, text)
     assert found is not None, text
@@ -61,7 +66,7 @@ def test_statistics_are_logged_as_numbers(launch, tmp_path):
 
 def test_a_quantized_hook_an_overlapped_step_a_schedule_and_a_restart(launch):
     output, errors = _run("overlapped_training.py", ranks=launch.world_size)
-    assert "Warning" not in errors
+    assert _warnings(errors) == []
     first, last, rate = _numbers(r"loss (\S+) -> (\S+), learning rate (\S+)", output)
     assert last < 0.6 * first
     assert rate < 1e-5
@@ -93,7 +98,7 @@ def test_the_program_to_copy_goes_on_from_its_checkpoint_with_the_same_bits(bits
     (tmp_path / "resumed" / "latest").write_text("step-20")
     assert "from step 20" in train(tmp_path / "resumed")
     resumed = _checkpoint(tmp_path / "resumed")
-    assert list(through) == [*(f"rank-{rank}.pt" for rank in range(launch.world_size)), "shared.pt"]
+    assert through.keys() == {*(f"rank-{rank}.pt" for rank in range(launch.world_size)), "shared.pt"}
     assert through["shared.pt"]["steps"] == 40
     assert same_bits(resumed, through), "the checkpoints differ"
 
@@ -112,12 +117,12 @@ def test_the_program_to_copy_goes_on_with_another_number_of_ranks(launch, tmp_pa
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_the_program_to_copy_survives_a_killed_rank(tmp_path):
     folder, options = tmp_path / "killed", ["--steps", "300", "--every", "10"]
-    job = pages.start_program(EXAMPLES / "train_ddp.py", folder, *options, restarts=1)
-    printed = [job.stdout.readline() for _ in range(3)]  # two checkpoints are written
-    assert "step 20" in printed[-1], printed
-    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-    os.kill(int(children[-1]), signal.SIGKILL)
-    output, _ = pages.end_of(job)
+    with pages.program(EXAMPLES / "train_ddp.py", folder, *options, restarts=1) as job:
+        printed = [job.stdout.readline() for _ in range(3)]  # two checkpoints are written
+        assert "step 20" in printed[-1], printed
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        output, _ = pages.end_of(job)
     (first,) = _numbers(r"from step (\d+)", output)
     assert 20 <= first < 300
     _run("train_ddp.py", tmp_path / "through", *options)
@@ -137,7 +142,7 @@ def test_the_program_to_copy_survives_a_killed_rank(tmp_path):
 )
 def test_rare_synchronization_learns_and_sends_little(script, options, share):
     output, errors = _run(script, *options)
-    assert "Warning" not in errors
+    assert _warnings(errors) == []
     loss, sent = _numbers(r"loss (\S+), (\d+) bytes sent, the same parameters on all ranks", output)
     assert loss < 0.02  # 0.17 before the first step
     parameters, rounds = 64 * 256 + 256 + 256 * 16 + 16, 20

@@ -154,7 +154,9 @@ def test_the_program_runs(name):
 def _on_own_gpu(title):
     rank = os.environ["RANK"]
     os.environ["GROUP_RANK"] = rank
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(rank) % torch.cuda.device_count())
+    count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(rank) % count]
     return _main(title, on_gpus=True)
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from pages import DOCS, PAGES, end_of, run, snippets, start_program
+from pages import DOCS, PAGES, end_of, program, run, snippets
 from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,17 +24,18 @@ def _is_program(snippet):
 
 
 PROGRAMS = [
-    pytest.param(program.text, id=program.place, marks=pytest.mark.exhaustive if place else ())
-    for place, program in enumerate(filter(_is_program, itertools.chain(*map(snippets, PAGES))))
+    pytest.param(snippet.text, id=snippet.place, marks=pytest.mark.exhaustive if place else ())
+    for place, snippet in enumerate(filter(_is_program, itertools.chain(*map(snippets, PAGES))))
 ]
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_programs_end_alike_on_all_ranks(program, tmp_path):
-    assert "barrier()" in program
-    (tmp_path / "example.py").write_text(program)
-    output, _ = end_of(start_program(tmp_path / "example.py", folder=tmp_path))
-    told = dict(re.findall(r"rank (\d): (-?[\d.]+)?", output))
+@pytest.mark.parametrize("text", PROGRAMS)
+def test_programs_end_alike_on_all_ranks(text, tmp_path):
+    assert "barrier()" in text
+    (tmp_path / "example.py").write_text(text)
+    with program(tmp_path / "example.py", folder=tmp_path) as started:
+        output, _ = end_of(started)
+    told = dict(re.findall(r"rank (\d): (-?[\d.]+)", output))
     assert sorted(told) == ["0", "1"]
     assert told["0"] == told["1"]
 

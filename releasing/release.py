@@ -96,10 +96,12 @@ def _require_ranges(root: Path, package: Package, version: Version) -> None:
         for need in other.needs()
         if need.name == package.name and not admits(need.specifier, version)
     ]
-    for need in package.needs():
+    for need in [need for need in package.needs() if need.name in known]:
         available = [release.version for release in releases(root) if release.name == need.name]
-        if need.name in known and not any(admits(need.specifier, one) for one in available):
+        if not any(admits(need.specifier, one) for one in available):
             wrong.append(f"{package.name} needs {need}, of which none was released yet")
+        if notes_of(known[need.name]):  # the checkout's tests run with the checkout's siblings
+            wrong.append(f"{package.name} needs {need.name}, which has unreleased changes: release it first")
     if wrong:
         raise ReleaseError("\n".join(dict.fromkeys(wrong)))
 
@@ -195,7 +197,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     tag = f"{options.name}-v{version}"
     print("Publish it with:" if options.yes else "This was a dry run; --yes keeps it. Then:")
     print(f"git tag {tag} {commit if options.yes else 'COMMIT'}")
-    print(f"git push origin HEAD {tag}   # .github/workflows/publish.yml builds and uploads it")
+    print(f"git push --atomic origin HEAD {tag}   # .github/workflows/publish.yml builds and uploads it")
     return 0
 
 

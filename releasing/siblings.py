@@ -15,8 +15,8 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,10 +48,10 @@ def gather(root: Path, folder: Path) -> list[Source]:
     found = []
     for release in releases(root):
         place = folder / f"{release.name}-{release.version}"
-        command = ["git", "archive", release.commit, f"packages/{release.name}"]
+        command = ["git", "archive", "--format=zip", release.commit, f"packages/{release.name}"]
         archive = subprocess.run(command, cwd=root, check=True, capture_output=True).stdout  # noqa: S603
-        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-            files.extractall(place, filter="data")
+        with zipfile.ZipFile(io.BytesIO(archive)) as files:
+            files.extractall(place)
         package = Package(place / "packages" / release.name)
         if package.version != release.version:
             raise ValueError(f"{release} is not in its commit, which has {package.version}")
@@ -160,7 +160,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 1 if a pair is broken."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="packages, with those that need them; by default all")
-    return bool(try_all(ROOT, parser.parse_args(arguments).names))
+    names, known = parser.parse_args(arguments).names, packages(ROOT)
+    if unknown := set(names) - set(known):
+        parser.error(f"there is no package {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return bool(try_all(ROOT, names))
 
 
 if __name__ == "__main__":

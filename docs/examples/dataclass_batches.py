@@ -66,6 +66,8 @@ def main() -> None:
     device = (
         torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     )
+    if gpu:
+        torch.cuda.set_device(device)  # where collectives of this rank run
     model = RiseDetector().to(device, torch.bfloat16)
     # A clear error on every rank if their models differ; DDP itself would hang or crash.
     sync_module_states(model, None, 250 << 20, 0, ())

@@ -66,6 +66,8 @@ def main(folder: str | None) -> None:
         if on_gpus
         else torch.device("cpu")
     )
+    if on_gpus:
+        torch.cuda.set_device(device)  # where collectives of this rank run
     dist.init_process_group("nccl" if on_gpus else "gloo")
     torch.manual_seed(0)
     net = nn.Sequential(

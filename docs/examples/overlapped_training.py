@@ -102,6 +102,8 @@ def main() -> None:
         if on_gpus
         else torch.device("cpu")
     )
+    if on_gpus:
+        torch.cuda.set_device(device)  # where collectives of this rank run
     dist.init_process_group("nccl" if on_gpus else "gloo")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"rank-{dist.get_rank()}.pt"

@@ -29,18 +29,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts that the command line selects; return 0 if every outcome is right."""
     options = _options(arguments)
     if options.page:
-        page.PAGE.write_text(page.with_figures(page.PAGE.read_text(), json.loads(options.output.read_text())))
+        page.PAGE.write_text(page.with_figures(page.PAGE.read_text(), json.loads(RESULTS.read_text())))
         return 0
     found: dict[str, Any] = {"outcomes": [], "restarts": [], "growth": []}
     with tempfile.TemporaryDirectory() as folder, network(HOSTS) as hosts:
         clock = wall_clock.preload(Path(folder))  # before any rank is started
         head = {**describe_machine(), "commit": describe_tree(), "seed": options.seed, "clock": clock}
         found["skipped"] = {name: why for name in FAULTS if (why := why_skipped(name, hosts))}
+        for name, why in found["skipped"].items():
+            print(f"skipped: {name}: {why}", flush=True)
         parts = (inject(options, hosts), restart(options), measure_growth(options))
         for name, outcomes in zip(("outcomes", "restarts", "growth"), parts, strict=True):
             for outcome in outcomes:
                 found[name].append(outcome)
-                _save(options.output, {"head": head, **found})
+                if options.output is not None:
+                    _save(options.output, {"head": head, **found})
                 print(*(f"{key}={value}" for key, value in outcome.items() if key != "stacks"), flush=True)
     faults = [outcome for outcome in found["outcomes"] if outcome["training"] not in BASELINES]
     verdicts = Counter(one["verdict"] for one in (*faults, *found["restarts"], *found["growth"]))
@@ -75,6 +78,6 @@ def _options(arguments: Sequence[str] | None) -> Any:
     add("--first", type=int, default=0, help="number of the first fault, to repeat one")
     add("--restarts", type=int, default=10, help="how many jobs to restart")
     add("--steps", type=int, default=10_000, help="steps of long runs; a tenth as many states, and so on")
-    add("--page", action="store_true", help="only write the file's figures into docs/reliability.md")
-    add("--output", type=Path, default=RESULTS)
+    add("--page", action="store_true", help=f"only write the figures of {RESULTS.name} into the page")
+    add("--output", type=Path, help="write every outcome at once to this file, such as the page's")
     return parser.parse_args(arguments)

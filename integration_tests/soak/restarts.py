@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pages import DOCS, end_of, start_program
+from pages import DOCS, end_of, program
 
 from dist_utils.testing import same_bits
 
@@ -38,6 +38,7 @@ def _run(ranks: int, *arguments: str) -> Any:
     """Run a job that must need as many restarts as it has arguments; return its last checkpoint."""
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     with tempfile.TemporaryDirectory(prefix="soak_") as folder:
-        output, _ = end_of(start_program(EXAMPLE, folder, *arguments, ranks=ranks, restarts=1, **quiet))
+        with program(EXAMPLE, folder, *arguments, ranks=ranks, restarts=1, **quiet) as started:
+            output, _ = end_of(started)
         assert output.startswith(f"attempt {len(arguments)}"), output
         return torch.load(Path(folder) / "checkpoint.pt", weights_only=True)

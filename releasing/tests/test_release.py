@@ -90,6 +90,15 @@ def need_what_nobody_has(repository):
     repository.commit("a range without a release")
 
 
+def need_what_has_changed(repository):
+    repository.package("upper", "1.0.0")
+    repository.commit("upper 1.0.0")
+    repository.released("upper", "1.0.0")
+    repository.package("lower", "1.0.0.dev0", "upper>=1")
+    repository.note("upper")
+    repository.commit("new in both")
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -100,6 +109,7 @@ def need_what_nobody_has(repository):
         (leave_a_tag, "the tag lower-v1.0.0 exists"),
         (exclude_it, "upper needs lower.* excludes 1.0.0"),
         (need_what_nobody_has, "lower needs upper>=1, of which none was released"),
+        (need_what_has_changed, "lower needs upper, which has unreleased changes"),
     ],
 )
 def test_a_wrong_release_is_refused(repository, change, problem):

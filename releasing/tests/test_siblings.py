@@ -43,6 +43,12 @@ def test_a_named_package_is_tried_with_those_that_need_it(repository, tmp_path):
     assert tried == {"lower": [upper[0], "lower 1.0.0.dev0+tree", upper[1]], "upper": upper}
 
 
+def test_an_unknown_name_is_an_error(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        siblings.main(["dist_utils"])
+    assert "there is no package dist_utils; there are ddp-compress-hooks" in capsys.readouterr().err
+
+
 def test_the_ends_of_every_range_are_tried(repository, python, capfd):
     for version in ("1.0.0", "1.1.0", "1.2.0"):
         repository.package("lower", version, code=f"since_{version[2]} = old = None")

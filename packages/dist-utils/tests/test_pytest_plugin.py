@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
 import torch
 
 from dist_utils.testing import patience
@@ -36,20 +37,23 @@ import pytest
 options = ["-p", "dist_utils.pytest_plugin", "-rAs", "--strict-markers"]
 gloo = ["--backend", "theirs", "--dist-backend", "gloo", "--dist-world-size", "3"]
 for more in (gloo, ["--dist-backend", "nccl", "--dist-world-size", "{ranks}"]):
-    pytest.main(options + more)
+    print("exit code", int(pytest.main(options + more)))
 """
 
 
-def test_options_choose_the_backend_and_the_number_of_ranks_and_too_few_gpus_skip(tmp_path):
+def test_options_choose_the_backend_and_the_number_of_ranks_and_too_few_gpus_are_an_error(tmp_path):
     """In the suite of a user, whose own options have names like the plugin's."""
     (tmp_path / "test_suite_of_a_user.py").write_text(textwrap.dedent(SUITE))
     (tmp_path / "conftest.py").write_text(textwrap.dedent(CONFTEST))
     gpus = torch.cuda.device_count()
     command = [sys.executable, "-c", COMMAND.format(ranks=gpus + 1)]
-    output = subprocess.run(
+    ended = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=patience(60.0)
-    ).stdout
-    assert "ran gloo 3 cpu" in output
-    assert "needs 1000 GPU(s), found" in output
-    assert f"nccl needs {gpus + 1} GPUs, found {gpus}" in output
-    assert "2 skipped" in output
+    )
+    first, second, _ = ended.stdout.split("exit code ")
+    assert "dist_utils: launch starts 3 ranks with gloo" in first
+    assert "ran gloo 3 cpu" in first
+    assert "needs 1000 GPU(s), found" in first
+    assert second.startswith("0")
+    assert ended.stdout.rstrip().endswith(f"exit code {int(pytest.ExitCode.USAGE_ERROR)}")
+    assert f"--dist-backend nccl needs {gpus + 1} GPUs, found {gpus}" in ended.stderr

@@ -34,8 +34,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Make the marker known, and refuse ``--dist-backend nccl`` where NCCL cannot run on all ranks."""
     config.addinivalue_line("markers", "gpu(count=1): needs this many GPUs; skipped where there are fewer")
+    ranks: int = config.getoption("--dist-world-size")
+    if config.getoption("--dist-backend") == "nccl" and not nccl_can_run(ranks):
+        gpus = torch.cuda.device_count()
+        raise pytest.UsageError(f"--dist-backend nccl needs {ranks} GPUs, found {gpus}")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say what the launch fixture will use."""
+    chosen = _launch(config)
+    return f"dist_utils: launch starts {chosen.world_size} ranks with {chosen.backend}"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -70,14 +80,13 @@ class Launch:
 
 @pytest.fixture
 def launch(request: pytest.FixtureRequest) -> Launch:
-    """``launch(fn, *args)`` runs ``fn(rank, *args)`` on every rank and returns their results.
+    """``launch(fn, *args)`` runs ``fn(rank, *args)`` on every rank and returns their results."""
+    return _launch(request.config)
 
-    Skips the test when ``--dist-backend nccl`` asks for more GPUs than there are.
-    """
-    backend: str = request.config.getoption("--dist-backend")
-    world_size: int = request.config.getoption("--dist-world-size")
+
+def _launch(config: pytest.Config) -> Launch:
+    backend: str = config.getoption("--dist-backend")
+    world_size: int = config.getoption("--dist-world-size")
     if backend == "auto":
         backend = "nccl" if nccl_can_run(world_size) else "gloo"
-    if backend == "nccl" and not nccl_can_run(world_size):
-        pytest.skip(f"nccl needs {world_size} GPUs, found {torch.cuda.device_count()}")
     return Launch(backend, world_size)
