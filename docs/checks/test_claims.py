@@ -182,6 +182,10 @@ def test_the_table_of_many_ranks_is_that_of_the_results():
             assert cells(page, case.removesuffix(", loopback"), size) == [
                 f"{1e3 * ours:.1f} ({ours / ring:.2f})"
             ]
+    for ranks_and_hosts, found in results["counted"].items():
+        ranks, hosts = (f"{int(part.split()[0]):,}" for part in ranks_and_hosts.split(", "))
+        bytes_a_value, limit = f"{found['bytes_a_value']:.2f}", f"{found['limit']:.2f}"
+        assert f"| {ranks} | {hosts} | {bytes_a_value} | {limit} | {found['messages']} |" in page.splitlines()
     machine, torch = results["machine"], results["versions"]["torch"].split("+")[0]
     text = f"({machine['cores']} cores, {machine['cpu']}, Gloo, torch {torch}, {results['date']})"
     assert stands(Place(path, ""), text)
