@@ -91,6 +91,27 @@ def test_the_bits_are_those_of_torch_and_of_the_hooks():
     assert run_ranks(_like_others, 2) == [[0.5, 0.5]] * 2
 
 
+def _sums_in_fp16(rank):
+    """Return sums that fp16 cannot hold, sums that it can, and sums of its smallest number."""
+    found = {}
+    for accumulate in ("wire", "fp32"):
+        state = CompressState(accumulate=accumulate, saturate=True)
+        large, fits = torch.full((4,), 40000.0).half(), torch.full((4,), (40000.0, 1024.0)[rank]).half()
+        all_reduce(large, SUM, state)
+        clamped = state.saturated
+        all_reduce(fits, SUM, state)
+        assert state.saturated == clamped
+        tiny = torch.full((4,), 2.0**-24).half()
+        all_reduce(tiny, SUM, CompressState(accumulate=accumulate))
+        found[accumulate] = (clamped > 0, *(one.unique().item() for one in (large, fits, tiny)))
+    return found
+
+
+def test_sums_in_fp16_are_clamped_if_asked_for_and_else_keep_the_smallest_numbers():
+    for found in run_ranks(_sums_in_fp16, 2):
+        assert found == dict.fromkeys(("wire", "fp32"), (True, 65504.0, 41024.0, 2.0**-23))
+
+
 def _refusals(rank):
     ones, square = torch.ones(4), torch.ones(2, 2)
     for kind, match, arguments in (  # more of them in dist-utils

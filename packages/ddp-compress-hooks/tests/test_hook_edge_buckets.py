@@ -7,7 +7,13 @@ from hook_buckets import FOREIGN, HOOKS, OURS, make_bucket, run_hook, state_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_compress_hooks import CompressState, allreduce_hook, compress_hook, fp16_compress_hook
+from ddp_compress_hooks import (
+    CompressState,
+    allreduce_hook,
+    bf16_compress_wrapper,
+    compress_hook,
+    fp16_compress_hook,
+)
 from dist_utils.testing import run_ranks, same_bits, tcp_bytes_sent
 
 
@@ -116,6 +122,31 @@ def _alone(rank):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_group_of_one_rank_is_the_identity_and_sends_nothing(world_size):
     assert run_ranks(_alone, world_size) == [{}] * world_size
+
+
+class _OwnState:
+    """The state of a user's hook, in which a wrapper does not find the group."""
+
+    def __init__(self, group):
+        self.group = group
+
+
+def _own_hook(state, bucket):
+    return allreduce_hook(state.group, bucket)
+
+
+def _stages(rank):
+    """Return a mean of two stages of a pipeline, whose buckets differ."""
+    stage = rank // 2
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][stage]
+    ddp = DistributedDataParallel(torch.nn.Linear(3 + stage, 1, bias=False), process_group=group)
+    ddp.register_comm_hook(_OwnState(group), bf16_compress_wrapper(_own_hook))
+    ddp(torch.full((1, 3 + stage), float(rank))).sum().backward()
+    return ddp.module.weight.grad.unique().item()
+
+
+def test_a_wrapped_hook_whose_state_names_no_group_is_not_compared_over_others():
+    assert run_ranks(_stages, 4) == [0.5, 0.5, 2.5, 2.5]
 
 
 def _groups(rank):

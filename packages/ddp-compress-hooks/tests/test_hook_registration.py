@@ -81,6 +81,10 @@ def _warnings_of(ddp):
     return [str(one.message) for one in caught]
 
 
+def _users_hook(state, bucket):
+    return allreduce_hook(state.process_group, bucket)
+
+
 def _states(rank):
     """A state that is bound to a model is in use or not, and pickles without its group."""
     ddp = DistributedDataParallel(torch.nn.Linear(40, 40))
@@ -89,6 +93,9 @@ def _states(rank):
     state = CompressState(accumulate="fp32", wire_dtype=torch.bfloat16, saturate=True).bind(ddp)
     ddp.register_comm_hook(state, bf16_compress_hook)
     assert _warnings_of(ddp) == []
+    wrapped = DistributedDataParallel(torch.nn.Linear(40, 40))
+    wrapped.register_comm_hook(CompressState().bind(wrapped), bf16_compress_wrapper(_users_hook))
+    assert _warnings_of(wrapped) == []
     with pytest.warns(UserWarning, match="a CompressState pickles without its process group"):
         copied = pickle.loads(pickle.dumps(state))
     return unused, (copied.wire_dtype, copied.accumulate, copied.saturate, copied.saturated)

@@ -73,6 +73,27 @@ def test_a_candidate_with_too_large_errors_is_never_chosen():
         assert fed_back.errors["4 bits"] < 0.11, "residuals were in a sample"
 
 
+def _nothing_within(rank):
+    """Return the choice where errors exclude both candidates: measured in a round, or known before."""
+    del rank
+    found = []
+    for max_error in (0.0036, 0.001):
+        candidates = {name: quantized(block_size=size) for name, size in (("coarse", 1024), ("fine", 32))}
+        training = Training(AutoState(candidates=candidates, max_error=max_error))
+        found.append(training.until_chosen()[0])
+        training.state.close()
+    return found
+
+
+def test_if_all_exceed_max_error_the_most_exact_one_is_chosen_and_not_said_to_be_left_out():
+    for measured, known in run_ranks(_nothing_within, 2, timeout=60):
+        assert measured.candidate == "fine"
+        assert measured.errors["coarse"] > measured.errors["fine"] > 0.0036
+        for choice in (measured, known):
+            assert f"all but {choice.candidate} was left out: nothing is known to be within" in choice.why
+            assert f"; {choice.candidate} was left out" not in choice.why
+
+
 def _default(rank):
     del rank
     state = AutoState()

@@ -2,6 +2,8 @@
 
 import os
 import time
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from averaging_callers import CALLERS, EACH, spoiled_kernel
 from fsdp_models import EXACT
 from quant_buckets import differences, flat_residuals, through_file
 
+from ddp_quant_hooks.feedback.store import Residual
 from dist_utils.testing import patience, run_ranks, same_on_all_ranks
 from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
 
@@ -128,7 +131,28 @@ def _with_other_options(make):
     return texts, caller.state.statistics.bytes_sent
 
 
-CHECKS = (_many_steps, _disturbed, _resumed, _with_other_options)
+def _without_memory(make):
+    """Return the error of a step for whose residuals rank 1 has no memory, and whether all start anew."""
+
+    def no_memory(*_):
+        time.sleep(0.5)  # Gloo may miss a connection that closes just as a wait on it starts
+        raise MemoryError("no room for residuals")
+
+    caller = make(bits=4)
+    first = caller.mean(0)
+    caller.state.feedback.forget()
+    full = mock.patch.object(Residual, "zeros", no_memory) if dist.get_rank() == 1 else nullcontext()
+    with full, pytest.raises((RuntimeError, MemoryError)) as caught:
+        caller.mean(1)
+    dist.barrier()
+    caller.state.close()
+    caller.start()
+    return str(caught.value), torch.equal(caller.mean(0), first)
+
+
+CHECKS = [_many_steps, _disturbed, _resumed, _with_other_options]
+if GROUPS_END_WITHOUT_GIL:  # torch 2.6 cannot end a group before its process
+    CHECKS.append(_without_memory)
 
 
 def _all_checks(_, name):
@@ -171,6 +195,13 @@ def test_other_options_are_an_error_on_every_rank_before_anything_is_sent(seen):
         for text in texts:
             assert "bits is 8 on rank 0, 4 on ranks 1, 2" in text
         assert sent == 0
+
+
+@pytest.mark.skipif(not GROUPS_END_WITHOUT_GIL, reason="this torch cannot end a group before its process")
+def test_no_memory_for_residuals_is_an_error_on_every_rank_and_close_a_fresh_start(seen):
+    texts, equal = zip(*(rank["_without_memory"] for rank in seen), strict=True)
+    assert "no room for residuals" in texts[1]
+    assert equal == (True, True, True)
 
 
 def _alone(_, name):

@@ -79,6 +79,13 @@ def test_many_hosts_average_between_hosts_in_levels(hosts, ranks):
     assert sum(map(len, plans[0].own)) <= count / ranks + 128 * chunks, "only the owner of a shard rounds it"
 
 
+@pytest.mark.parametrize("plan", [plan_average, plan_reduce_scatter])
+def test_what_a_rank_rounds_before_any_sum_has_its_share_of_the_mean(plan):
+    for hosts in ("00112233", "00011123"):
+        plans = _plans(_placement(hosts, "quantized"), 10_000, plan)
+        assert {span.weight for one in plans for span in one.own} == {1 / 8}
+
+
 def _stages(stage):
     """Yield what all ranks of its row must plan alike, for a stage and further ones."""
     alike = stage.way, stage.lengths, stage.outgoing, stage.answers, stage.pieces, stage.copies

@@ -97,7 +97,10 @@ def _paths(rank):
     torch.testing.assert_close(run_hook(state, bucket, doubles[rank]), exact, rtol=1e-15, atol=1e-15)
     assert run_hook(state, bucket, torch.empty(0)).numel() == 0
     bucket.set_buffer(torch.sparse_coo_tensor(torch.tensor([[0, 2 + rank]]), torch.ones(2), (10,)))
+    before = state.statistics
     mean = quantized_allreduce_hook(state, bucket).wait().to_dense()
+    counted = state.statistics - before
+    assert (counted.plain_buckets, counted.bytes_sent, counted.bytes_of_allreduce) == (1, 0, 0)
     torch.testing.assert_close(mean, torch.tensor([1, 0, 1 / 3, 1 / 3, 1 / 3, *[0] * 5]))
     values = _noise(1000)[rank]
     numbers = torch.view_as_complex(values.clone().view(-1, 2))
@@ -139,6 +142,10 @@ def _exact_parameters(rank):
     mean = quantized_allreduce_hook(state, only_biases).wait()
     assert_same([mean], [torch.ones(500)])
     assert state.statistics.plain_buckets == 1
+    with_empty_matrix = grad_bucket([torch.empty(0, 3), torch.full((500,), float(rank))])
+    mean = quantized_allreduce_hook(state, with_empty_matrix).wait()
+    assert_same([mean], [torch.ones(500)])
+    assert state.statistics.plain_buckets == 2
 
 
 def _other_paths(rank):

@@ -1,5 +1,6 @@
 """What a profiler and the statistics tell about the hooks."""
 
+import itertools
 import warnings
 
 import pytest
@@ -13,6 +14,7 @@ from ddp_quant_hooks import (
     quantization_perchannel_hook,
     quantized_allreduce_hook,
 )
+from ddp_quant_hooks.averaging import is_sampled
 from ddp_quant_hooks.statistics import bytes_around_ring
 from dist_utils.testing import run_ranks
 from dist_utils.torch_compat import every_thread
@@ -46,6 +48,15 @@ def _watch(rank):
         shown = {event.name: event.thread for event in profiler.events() if "_hook:" in event.name}
         found.append(((quantized.statistics - before).as_dict(), shown))
     return found
+
+
+def test_one_in_n_buckets_is_sampled_and_none_is_always_left_out():
+    for every, buckets in itertools.product((1, 2, 5, 20, 100), range(1, 41)):
+        sampled = [number for number in range(400 * every) if is_sampled(number, every)]
+        assert sampled[0] == 0
+        assert [number // every for number in sampled] == list(range(400))
+        assert {number % buckets for number in sampled} == set(range(buckets)), (every, buckets)
+    assert not any(is_sampled(number, 0) for number in range(100))
 
 
 def test_every_bucket_has_ranges_in_a_profile_and_is_counted():

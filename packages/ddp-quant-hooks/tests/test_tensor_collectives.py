@@ -148,7 +148,7 @@ def test_shards_are_reduced(world_size):
 
 
 def _refusals(rank):
-    state, feedback = make(), make(error_feedback="both")
+    state, feedback, exact = make(), make(error_feedback="both"), make(exact_1d=True)
     ones, leaf = torch.ones(100), torch.ones(3, requires_grad=True)
     square = torch.ones(10, 10)
     sharded = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
@@ -176,6 +176,7 @@ def _refusals(rank):
         (TypeError, "input must be a tensor", ones, [ones]),
     ):
         refused(kind, match, reduce_scatter_tensor, output, whole)
+    refused(ValueError, "exact_1d does not work", reduce_scatter_tensor, torch.ones(50), ones, AVG, exact)
     refused(TypeError, "key must be a string", all_reduce, ones, AVG, state, key=1)
     refused(ValueError, "a key must name", all_reduce, ones, AVG, feedback)
     refused(ValueError, "a key must name", reduce_scatter_tensor, torch.ones(50), ones, AVG, feedback)

@@ -174,6 +174,19 @@ def test_what_a_dead_attempt_has_left_in_the_store_is_no_answer():
     assert "Error" not in first
 
 
+def _counted_differently(rank):
+    """The agents of two machines have counted a restart differently, and the store is the attempt's own."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)
+    return _outcome("hook")
+
+
+def test_ranks_meet_in_a_store_of_their_own_whatever_their_agents_have_counted():
+    first, second = run_ranks(_counted_differently, 2)
+    assert first == second
+    assert "Error" not in first
+
+
 def _alone(rank):
     assert require_same_terms(None, "hook") != require_same_terms(None, "hook")
     return _outcome("hook", problem=ValueError("no bits"))

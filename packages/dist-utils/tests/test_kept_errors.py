@@ -46,6 +46,14 @@ def test_an_error_without_frames_holds_nothing(way):
     assert watched() is None, "at once, without the garbage collector"
 
 
+def test_what_the_caller_was_handling_keeps_its_frames():
+    (error, watched), (handled, kept) = _raised(_from_another), _raised(_in_generator)
+    error.__context__ = handled
+    drop_frames(error, handled)
+    assert watched() is None
+    assert kept() is not None
+
+
 def test_a_copied_error_holds_nothing_and_shows_where_it_was_raised():
     original, watched = _raised(_from_another)
     original.note = "kept"

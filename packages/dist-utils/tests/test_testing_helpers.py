@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from dist_utils.testing import (
     call_in_backward,
@@ -80,6 +82,9 @@ def _compare(rank):
     pair = dist.new_group([1, 2])
     with pytest.raises(TypeError, match="a generator cannot be compared: give a list"):
         same_on_all_ranks(torch.nn.Linear(1, 1).parameters())
+    sharded = distribute_tensor(torch.ones(3), init_device_mesh("cpu", (3,)), [Shard(0)])
+    with pytest.raises(TypeError, match=r"a DTensor cannot be compared, .* give its to_local\(\)"):
+        same_on_all_ranks({"weight": sharded})
     found = {
         "same": same_on_all_ranks({"weight": torch.tensor([NAN, 1.0]), "step": 3, "empty": torch.empty(0)}),
         "one bit": same_on_all_ranks([torch.tensor([0.0 if rank < 2 else -0.0])]),

@@ -1,6 +1,6 @@
-"""Average flat values over a group: divide, cast, sum on the way, and cast back.
+"""Sum or average flat values over a group: divide, cast, sum on the way, and cast back.
 
-``all_reduce_mean`` lets the backend sum in the wire dtype. ``exchange_mean`` sums in fp32: every rank sums
+``all_reduce_sum`` lets the backend sum in the wire dtype. ``exchange_sum`` sums in fp32: every rank sums
 one shard, then all exchange the sums. Both send ``2 (W - 1) / W`` times the values in the wire dtype, and
 work on pieces, of which one is on the wire while the next is cast.
 """
@@ -29,25 +29,32 @@ _EXCHANGE_PIECE_BYTES = 5 << 20
 noise on 1 Gbit/s links; five were slower on loopback."""
 
 
-def start_mean(
-    state: CompressState, buffer: torch.Tensor, wire_dtype: torch.dtype | None, *, name: str, tag: int = 0
+def start_sum(
+    state: CompressState,
+    buffer: torch.Tensor,
+    wire_dtype: torch.dtype | None,
+    *,
+    divisor: int,
+    name: str,
+    tag: int = 0,
 ) -> torch.futures.Future[torch.Tensor]:
-    """Start to average a flat dense buffer in place; the future's value is ``buffer``.
+    """Start to sum a flat dense buffer in place; the future's value is ``buffer``.
 
     Args:
         state: The group, and how to sum.
         buffer: Real or complex.
         wire_dtype: The dtype that is sent; ``None``: the buffer's own.
+        divisor: Divides values before they are cast: the number of ranks, for a mean.
         name: What a profiler calls the job, if there is one.
-        tag: As for :func:`exchange_mean`.
+        tag: As for :func:`exchange_sum`.
     """
     values = flat_real(buffer)
     wire_dtype = wire_dtype or values.dtype
     if not state.sums_in_fp32(wire_dtype):
-        return all_reduce_mean(state.process_group, buffer, values, wire_dtype, state.clamp)
+        return all_reduce_sum(state.process_group, buffer, values, wire_dtype, state.clamp, divisor=divisor)
 
     def job(private_group: dist.ProcessGroup) -> torch.Tensor:
-        exchange_mean(private_group, values, wire_dtype, state.clamp, tag=tag)
+        exchange_sum(private_group, values, wire_dtype, state.clamp, divisor=divisor, tag=tag)
         return buffer
 
     return state.worker.submit(job, device=buffer.device, name=name)
@@ -58,14 +65,16 @@ def flat_real(buffer: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
 
 
-def all_reduce_mean(
+def all_reduce_sum(
     group: dist.ProcessGroup,
     buffer: torch.Tensor,
     values: torch.Tensor,
     wire_dtype: torch.dtype,
     clamp: Clamp | None,
+    *,
+    divisor: int,
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average ``values``, a flat view of ``buffer``, by the backend's all-reduce.
+    """Sum ``values``, a flat view of ``buffer``, divided before, by the backend's all-reduce.
 
     With a clamp, every rank's share stays below 1/W of the range, so that no partial sum overflows. The
     future's value is ``buffer``.
@@ -75,7 +84,7 @@ def all_reduce_mean(
     most_bytes = values.nbytes if wire_dtype == values.dtype else world_size * _RING_PIECE_BYTES_PER_RANK
     arrivals = []
     for piece in _pieces(values, wire_dtype, most_bytes):
-        payload = encode(piece, world_size, wire_dtype, clamp, in_fp32=False)
+        payload = encode(piece, world_size, wire_dtype, clamp, divisor=divisor, in_fp32=False)
         work: Any = dist.all_reduce(payload, group=group, async_op=True)
 
         def decode(
@@ -102,15 +111,16 @@ def sparse_mean(group: dist.ProcessGroup, gradient: torch.Tensor) -> torch.futur
     return mean
 
 
-def exchange_mean(
+def exchange_sum(
     group: dist.ProcessGroup,
     values: torch.Tensor,
     wire_dtype: torch.dtype,
     clamp: Clamp | None,
     *,
+    divisor: int,
     tag: int = 0,
 ) -> None:
-    """Average flat ``values`` in place, with sums in fp32; every rank ends with the same bits.
+    """Sum flat ``values`` in place, divided before, with sums in fp32; every rank ends with the same bits.
 
     A job for an OrderedWorker: two hops of messages where a ring has 2 (W - 1).
 
@@ -119,10 +129,11 @@ def exchange_mean(
         values: A flat tensor.
         wire_dtype: The dtype that is sent.
         clamp: Clamps shares and sums, if any.
+        divisor: As for :func:`encode`.
         tag: Even; tells the messages of one kind of call from those of another.
     """
     exchanges = [
-        _exchange(group, piece, wire_dtype, clamp, tag + 2 * index)
+        _exchange(group, piece, wire_dtype, clamp, divisor, tag + 2 * index)
         for index, piece in enumerate(_pieces(values, wire_dtype, _EXCHANGE_PIECE_BYTES))
     ]
     while exchanges:  # one step of every piece: the first waits while the next are on the wire
@@ -130,10 +141,15 @@ def exchange_mean(
 
 
 def _exchange(
-    group: dist.ProcessGroup, values: torch.Tensor, wire_dtype: torch.dtype, clamp: Clamp | None, tag: int
+    group: dist.ProcessGroup,
+    values: torch.Tensor,
+    wire_dtype: torch.dtype,
+    clamp: Clamp | None,
+    divisor: int,
+    tag: int,
 ) -> Iterator[None]:
-    """Average one piece; pause whenever its messages are under way."""
-    payload = encode(values, group.size(), wire_dtype, clamp, in_fp32=True)
+    """Sum one piece; pause whenever its messages are under way."""
+    payload = encode(values, group.size(), wire_dtype, clamp, divisor=divisor, in_fp32=True)
     shards = payload.tensor_split(group.size())
     own = shards[group.rank()]
     peers = [(group.rank() + step) % group.size() for step in range(1, group.size())]
@@ -166,16 +182,29 @@ def _wait(arrivals: Sequence[Arrival]) -> None:
 
 
 def encode(
-    values: torch.Tensor, world_size: int, wire_dtype: torch.dtype, clamp: Clamp | None, *, in_fp32: bool
+    values: torch.Tensor,
+    world_size: int,
+    wire_dtype: torch.dtype,
+    clamp: Clamp | None,
+    *,
+    divisor: int,
+    in_fp32: bool,
 ) -> torch.Tensor:
-    """Return this rank's share of the mean: divided in full precision, clamped if wanted, then cast.
+    """Return this rank's share of the sum: divided in full precision, clamped if wanted, then cast.
 
-    ``values`` are divided in place, and are their own share if they have the wire dtype. With ``in_fp32``
-    shares are summed in fp32, so they may be larger.
+    Args:
+        values: Divided in place, and their own share if they have the wire dtype.
+        world_size: How many shares are summed.
+        wire_dtype: The dtype of the share.
+        clamp: Clamps, if any.
+        divisor: The number of ranks, for a mean; 1 for a sum.
+        in_fp32: Whether shares are summed in fp32, so that they may be larger.
     """
     precision = torch.promote_types(values.dtype, wire_dtype)
     payload = values if wire_dtype == values.dtype else torch.empty_like(values, dtype=wire_dtype)
-    share = values.div_(world_size) if precision == values.dtype else values.to(precision) / world_size
+    share = values if precision == values.dtype else values.to(precision)
+    if divisor != 1:
+        share = share.div_(divisor)
     if clamp is None:
         return payload.copy_(share)
     largest: float = torch.finfo(wire_dtype).max

@@ -29,7 +29,7 @@ def average(
         return gradient
     wire_dtype = wire_dtype or gradient.dtype
     in_fp32 = state.sums_in_fp32(wire_dtype)
-    share = encode(gradient, world_size, wire_dtype, state.clamp, in_fp32=in_fp32)
+    share = encode(gradient, world_size, wire_dtype, state.clamp, divisor=world_size, in_fp32=in_fp32)
     if in_fp32:
         mean = _exchange_sums(share, group, state.clamp)
     else:

@@ -5,7 +5,7 @@
 import torch
 
 from ddp_compress_hooks import graph
-from ddp_compress_hooks.averaging import sparse_mean, start_mean
+from ddp_compress_hooks.averaging import sparse_mean, start_sum
 from ddp_compress_hooks.state import CompressState, GroupOrState, as_state
 from dist_utils.comm_hooks import (
     buckets_only,
@@ -189,4 +189,4 @@ def _average(
         if buffer.is_sparse:
             return sparse_mean(group, buffer)
         job_name = f"{name}:average_bucket_{bucket.index()}"
-        return start_mean(state, buffer, wire_dtype, name=job_name)
+        return start_sum(state, buffer, wire_dtype, divisor=group.size(), name=job_name)

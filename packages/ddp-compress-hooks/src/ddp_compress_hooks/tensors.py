@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 
-from ddp_compress_hooks.averaging import flat_real, start_mean
+from ddp_compress_hooks.averaging import flat_real, largest_share, start_sum
 from ddp_compress_hooks.state import CompressState, GroupOrState, as_state
 from dist_utils.comm_hooks import (
     checked_operation,
@@ -19,7 +19,6 @@ from dist_utils.comm_hooks import (
     joined_future,
     same_kind,
 )
-from dist_utils.process_groups import future_of_work
 from dist_utils.torch_compat import profiler_range
 
 _NAME = "ddp_compress_hooks.all_reduce"
@@ -82,7 +81,8 @@ def all_reduce(
     Raises:
         TypeError: A tensor is sparse or not of a floating-point dtype, or an argument has the wrong type.
         ValueError: The operation is neither of the two, a tensor is expanded, given twice or part of a graph,
-            or this rank is not in the group. Raised, like ``TypeError``, before any communication.
+            with ``async_op`` they are on several accelerators, or this rank is not in the group. Raised, like
+            ``TypeError``, before any communication.
         AgreementError: The ranks' tensors or options differ in a call that is new (calls that ranks have made
             before, and now swap, are not compared); with ``async_op`` the future raises a RuntimeError with
             its text. So does every later call, for a state until it is closed; for a bare process group every
@@ -105,6 +105,9 @@ def all_reduce(
     mean, tensors = checked_operation(_NAME, op), checked_tensors(_NAME, tensor)
     filled = [one for one in tensors if one.numel()]
     like = filled[0] if filled else torch.empty(0)
+    accelerators = {one.device for one in filled if one.device.type != "cpu"}
+    if async_op and len(accelerators) > 1:  # a future has one device
+        raise ValueError(f"{_NAME}: the tensors are on {sorted(map(str, accelerators))}: call once for each")
     # Tensors made here are written elsewhere, so they must not be inference tensors.
     with profiler_range(_NAME), torch.inference_mode(False):
         if state.process_group.size() == 1:
@@ -149,20 +152,21 @@ def _packs(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def _start(state: CompressState, pack: list[torch.Tensor], *, mean: bool) -> _Future:
     """Start to sum or average the tensors of a pack together."""
     buffer = _join(pack)
-    values, factor = flat_real(buffer), 1 if mean else state.process_group.size()
+    values, world_size, clamp = flat_real(buffer), state.process_group.size(), state.clamp
     wire_dtype = state.wire_dtype or values.dtype
-    if mean or wire_dtype != values.dtype or state.sums_in_fp32(wire_dtype):
-        tag = _MEAN_TAG if mean else _SUM_TAG
-        arrival = start_mean(state, buffer, wire_dtype, name=f"{_NAME}:exchange", tag=tag)
-    else:
-        factor = 1
-        work: Any = dist.all_reduce(values, group=state.process_group, async_op=True)
-        arrival = future_of_work(work, state.process_group, values.device)
-        torch.autograd.graph.increment_version(values)  # the backend does not tell autograd
+    # Division would round small numbers of fp16. A sum needs it where its partial sums may overflow: in a
+    # narrower dtype, or if they are to be clamped.
+    may_overflow = wire_dtype != values.dtype or (clamp is not None and not state.sums_in_fp32(wire_dtype))
+    divisor = world_size if mean or may_overflow else 1
+    tag, factor = (_MEAN_TAG, 1) if mean else (_SUM_TAG, divisor)
+    arrival = start_sum(state, buffer, wire_dtype, divisor=divisor, name=f"{_NAME}:exchange", tag=tag)
+    torch.autograd.graph.increment_version(values)  # the backend does not tell autograd
 
     def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
         done.value()  # raises the collective's error
         if factor != 1:
+            if clamp is not None:
+                values.copy_(clamp(values, largest_share(values.dtype, factor)))
             values.mul_(factor)
         if len(pack) > 1 or buffer.data_ptr() != pack[0].data_ptr():
             parts = torch.split(buffer, [tensor.numel() for tensor in pack])

@@ -16,6 +16,7 @@ from ddp_compress_hooks.hooks import (
 from ddp_compress_hooks.state import CompressState, as_state
 from dist_utils.comm_hooks import (
     CommHook,
+    HookState,
     check_gradient_dtype,
     clamp_mean,
     completed_future,
@@ -39,7 +40,8 @@ def fp16_compress_wrapper(hook: CommHook) -> CommHook:
     Returns:
         A hook that takes the state of ``hook`` as its first argument. Its result is the bucket's original
             buffer, in the original dtype. At world size 1 ``hook`` gets the bucket unchanged; a sparse
-            bucket is always left to ``hook``.
+            bucket is always left to ``hook``. If the state is a process group, or has one as
+            ``process_group``, its ranks compare new buckets before they are cast.
 
     Raises:
         TypeError: ``hook`` is not callable. The hook itself raises it if the bucket's dtype is not
@@ -113,10 +115,13 @@ def _run_on_bucket(
         return hook(hook_state, bucket)
     if buffer.numel() == 0:
         return completed_future(buffer)
+    if isinstance(hook_state, HookState):
+        hook_state.bucket_came()
     state = _state_of(hook_state)
-    if state.process_group.size() > 1:
+    if state is None or state.process_group.size() > 1:
         try:
-            state.require_same_bucket(name, bucket)
+            if state is not None:
+                state.require_same_bucket(name, bucket)
         except RuntimeError as error:
             return failed_future(error, buffer)
         bucket.set_buffer(_compress(buffer, cast_to))
@@ -138,7 +143,8 @@ def _run_on_pair(
     """Do the same under ``torch.compile``, with a pair of a gradient and its parameter."""
     gradient, parameter = pair
     inner: Any = pair
-    if cast_to is not None and _state_of(hook_state).process_group.size() > 1:
+    state = _state_of(hook_state)
+    if cast_to is not None and (state is None or state.process_group.size() > 1):
         inner = (_compress(gradient, cast_to), parameter)
     return gradient.copy_(clamp_mean(_first(hook(hook_state, inner)), gradient.dtype))
 
@@ -157,9 +163,13 @@ def _first(result: Any) -> torch.Tensor:
     return tensor
 
 
-def _state_of(hook_state: Any) -> CompressState:
-    """Return the state that compares buckets: of a foreign hook, one for its group, or for WORLD."""
-    if hook_state is None or isinstance(hook_state, (dist.ProcessGroup, DeviceMesh, CompressState)):
-        return as_state(hook_state)
-    named = getattr(hook_state, "process_group", None)
-    return as_state(named if isinstance(named, (dist.ProcessGroup, DeviceMesh)) else None)
+def _state_of(hook_state: Any) -> CompressState | None:
+    """Return the state that compares buckets; ``None`` if that of a foreign hook does not name its group.
+
+    In a state ``process_group=None`` means WORLD, as in PyTorch's.
+    """
+    if isinstance(hook_state, CompressState):
+        return hook_state
+    named = getattr(hook_state, "process_group", ...) if hook_state is not None else None
+    group = hook_state if isinstance(hook_state, (dist.ProcessGroup, DeviceMesh)) else named
+    return as_state(group) if group is None or isinstance(group, (dist.ProcessGroup, DeviceMesh)) else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -93,8 +94,7 @@ class Averager:
         plan = self._plan(plan_average, group, count, like, levels=self._options.levels)
         residuals = self._feedback.residuals(step, owners, plan.own, plan.means, like.device)
         not_finite = step.outcome.not_finite if self._feedback.wanted else None
-        every = self._options.sample_every
-        sampled = every > 0 and self._prepared % every == 0
+        sampled = is_sampled(self._prepared, self._options.sample_every)
         self._prepared += 1
         return Task(plan, residuals, not_finite, label, sampled)
 
@@ -204,6 +204,18 @@ class Averager:
         if is_captured(device):
             return []  # memory of the graph, whose replays use it after ours was freed
         return self._scratches.setdefault(device, [])
+
+
+def is_sampled(number: int, every: int) -> bool:
+    """Return whether a bucket is the one in ``every`` that is sampled, by its number; with 0 none is.
+
+    The first one is; of the next so many buckets one at any place, the same on all ranks: at a fixed place it
+    could always be the same bucket of a backward pass.
+    """
+    if every == 0:
+        return False
+    turn, place = divmod(number, every)
+    return place == (zlib.crc32(turn.to_bytes(8, "little")) % every if turn else 0)
 
 
 def is_captured(device: torch.device) -> bool:

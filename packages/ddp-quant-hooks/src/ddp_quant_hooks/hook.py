@@ -63,12 +63,13 @@ def quantized_allreduce_hook(
         state.refuse_capture(buffer)
         if state.process_group.size() == 1:
             return completed_future(buffer)
-        step = state.feedback.begin_bucket(bucket)
+        step, worker = state.feedback.begin_bucket(bucket), state.worker
         try:
             state.require_same_bucket("quantized_allreduce_hook", bucket)
+            return _average(state, step, bucket)
         except (RuntimeError, MemoryError) as error:
+            worker.fail(error)  # the peers hear of it
             return failed_future(error, buffer)
-        return _average(state, step, bucket)
 
 
 def check_buffer(hook: str, bucket: GradBucket) -> torch.Tensor:
@@ -122,7 +123,7 @@ def _without_small(bucket: GradBucket) -> tuple[list[torch.Tensor], list[torch.T
     sizes = [2 * one.numel() if buffer.is_complex() else value_count(one) for one in parameters]
     parts = torch.split(flat_real(buffer), sizes)
     both = list(zip(parameters, parts, strict=True))
-    large = [(parameter, part) for parameter, part in both if parameter.dim() > 1]
+    large = [(parameter, part) for parameter, part in both if parameter.dim() > 1 and part.numel()]
     small = [part for parameter, part in both if parameter.dim() <= 1]
     return [parameter for parameter, _ in large], [part for _, part in large], small
 
@@ -135,8 +136,8 @@ def _count_when_done(
     It holds neither the state nor the group, which Gloo's threads would end if they were the last to drop it.
     """
     counter, outcome, with_feedback = state.counter, step.outcome, state.feedback.wanted
-    world_size, nbytes = group.size(), buffer.numel() * buffer.element_size()
-    sent, outside = (0, 0) if buffer.is_sparse else state.averager.bytes_of_ring(group, nbytes)
+    world_size, nbytes = group.size(), 0 if buffer.is_sparse else buffer.nbytes
+    sent, outside = state.averager.bytes_of_ring(group, nbytes)
 
     def note(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         mean = outcome.of_mean(done) if with_feedback else done.value()

@@ -38,7 +38,7 @@ class QuantizedAllreduceState(FeedbackState):
             send 50 % more bytes.
         rotate: Spread the values of blocks with a few large ones over the block before they are quantized, so
             that the error does not depend on the largest (half of it on heavy tails). Values that are zero on
-            all ranks stay zero. Numbers of ``gather="fp16"`` are not rotated.
+            all ranks stay zero, without error feedback. Numbers of ``gather="fp16"`` are not rotated.
         error_feedback: ``"none"``; ``"shard"``: add the rounding errors of the averages of a rank's shard to
             the next step's, 4 / W bytes of memory a value (with levels of a, b, ... ranks 4 / a + 4 / (a b) +
             ...), without effect between two ranks or two hosts, which make no shards; ``"both"``: also those
@@ -51,12 +51,12 @@ class QuantizedAllreduceState(FeedbackState):
             :func:`ddp_compress_hooks.allreduce_hook`. ``None``: 128 KiB for each rank, 1 MiB at most: on
             loopback the bytes that are saved do not make up for the cost of the messages. On a link of 1
             Gbit/s 65536 pays off.
-        exact_1d: Average parameters of one dimension or none (biases, norms) without compression, in a
-            small all-reduce of their own. Off by default: in the models that were measured their
-            errors are no larger than those of other parameters, and losses the same. It is for models in
-            which they are much smaller than their neighbors in the bucket.
-        sample_every: Measure the error of every n-th quantized bucket, with one exact all-reduce and a
-            copy of the bucket in fp32. 0: never.
+        exact_1d: Average parameters (or plain tensors) of one dimension or none (biases, norms) without
+            compression, in a small all-reduce of their own. Off by default: in the models that were
+            measured their errors are no larger than those of other parameters, and losses the same. It is for
+            models in which they are much smaller than their neighbors in the bucket.
+        sample_every: Measure the error of one in n quantized buckets, with one exact all-reduce and a
+            copy of the bucket in fp32. 0: never. Reduce-scatters are not sampled.
         intra_node: How ranks that share a host average with each other, if there are several hosts:
             ``"full"``: each host sums in full precision, and only the sums are sent to other hosts in few
             bits; ``"quantized"``: the same, in few bits inside hosts, too; ``"flat"``: like ranks of

@@ -21,8 +21,8 @@ class Statistics:
     Attributes:
         quantized_buckets: Buckets that were sent in few bits.
         plain_buckets: Buckets that were averaged without compression: small, sparse or fp64.
-        bytes_sent: Payload that this rank sent, including exact parameters and samples. (Sparse buckets do
-            not count: what their collective sends is not known here.)
+        bytes_sent: Payload that this rank sent, including exact parameters and samples. (The bytes of sparse
+            buckets count nowhere: what their collective sends is not known here.)
         bytes_between_hosts: Those of them that went to ranks on other hosts (other nodes, with a
             :class:`HierarchicalAllreduceState`); the others stayed inside. What a host's link carries is the
             sum over its ranks. What is averaged without compression counts as if ranks were in a ring, in

@@ -111,8 +111,8 @@ class AutoState(HookState):
 
     Cost:
         In the trial some steps with each candidate, one exact all-reduce of a bucket for each turn, and
-        one of some numbers for each round of turns. After it, only the chosen hook and a count of passes,
-        some 30 microseconds of Python for each bucket; the other states are closed.
+        one of some numbers for each round of turns. After it, only the chosen hook; the other states are
+        closed.
 
     Example:
         >>> ddp.register_comm_hook(AutoState(), auto_hook)  # doctest: +SKIP
@@ -182,19 +182,20 @@ class AutoState(HookState):
         }
 
     def begin_bucket(self, bucket: GradBucket) -> None:
-        """Take note of a new bucket; the first one of a pass begins it.
+        """Take note of a new bucket; in a trial the first one of a pass begins it.
 
         Raises:
             RuntimeError: The ranks do not agree.
             ValueError: A candidate averages over other ranks.
         """
         self._agree()
-        if self.trying:
-            require_same_bucket(self.worker, "auto_hook", {}, bucket)
+        if not isinstance(self._now, Trial):
+            return
+        require_same_bucket(self.worker, "auto_hook", {}, bucket)
         task, index = torch_compat.graph_task_id(), bucket.index()
         if self._running is None or not self._running.includes(task, index):
             self._running = Step(Kind.BACKWARD)
-            self._begin_pass(bucket.buffer().device)
+            self._begin_pass(self._now, bucket.buffer().device)
         self._running.add_bucket(task, bucket)
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
@@ -355,10 +356,8 @@ class AutoState(HookState):
                 self._begin_trial()
         self._agreed = weakref.ref(group)
 
-    def _begin_pass(self, device: torch.device) -> None:
-        if isinstance(self._now, Choice):
-            return
-        found = self._now.next_pass(Mark(device), self.worker)
+    def _begin_pass(self, trial: Trial, device: torch.device) -> None:
+        found = trial.next_pass(Mark(device), self.worker)
         if isinstance(found, TrialPass):
             self._turn = found
             # A sample measures the error of one pass, without residuals of earlier ones.

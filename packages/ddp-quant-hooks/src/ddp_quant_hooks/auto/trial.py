@@ -181,7 +181,7 @@ class Trial:
             del self._worker  # a generator of a method is a cycle: the worker would not end with its state
 
     def _run(self) -> Iterator[TrialPass | Choice]:
-        left = [name for name in self._names if name not in self._left_out] or self._names[:1]
+        left = self._within_limit(self._names, at_end=False)
         if len(left) > 1:
             warm_up = [self._pass(left[0]) for _ in range(_WARM_UP)]
             yield from warm_up
@@ -235,7 +235,7 @@ class Trial:
                 self._left_out[name] = "no finite sample has shown its error"
         left = [name for name in names if name not in self._left_out]
         if not left:
-            left = [min(names, key=lambda name: self._errors.get(name, math.inf))]
+            left = [min(self._names, key=lambda name: self._errors.get(name, math.inf))]
             del self._left_out[left[0]]
             self._left_out[f"all but {left[0]}"] = "nothing is known to be within max_error"
         return left

@@ -336,7 +336,7 @@ class _Planner:
             return self._between([row[0] for row in self.rows], span, sizes, tag=1, rounded=False)
         row, place, full = self._row, self._row.index(self._rank), self._way is Way.FULL
         lengths = shard_lengths(len(span), shards, self.block_size)
-        lost = None if full else self._lose(span, of_means=False, parts=self._world_size)
+        lost = None if full else self._lose(span, of_means=False, weight=1 / self._world_size)
         owners = tuple(shard % len(row) for shard in range(shards))
         further = tuple(
             self._between(
@@ -370,7 +370,7 @@ class _Planner:
         place = ranks.index(self._rank)
         row = ranks[place // size * size :][:size]
         place %= size
-        lost = self._lose(span, of_means=rounded, parts=len(ranks))
+        lost = self._lose(span, of_means=rounded, weight=self.enlarge / len(ranks))
         if _is_one_shot(sizes, rounded=rounded):
             pieces = [_pieces(len(span), sizes, self.block_size, rounded=rounded)]
             stage = self._stage(Way.ONE_SHOT, row, tag, (len(span),), (0,), pieces, copies=2)
@@ -381,7 +381,7 @@ class _Planner:
         way = Way.FEW_BITS if rest else Way.TWO_SHOT
         stage = self._stage(way, row, tag, lengths, tuple(range(size)), pieces)
         if not rest:
-            return replace(stage, lost=lost, lost_mean=self._lose(own, of_means=True, parts=1))
+            return replace(stage, lost=lost, lost_mean=self._lose(own, of_means=True, weight=self.enlarge))
         across = ranks[ranks.index(self._rank) % size :: size]
         further = self._between(across, own, tuple(rest), tag=tag + 1, rounded=True)
         return replace(stage, lost=lost, further=(further,))
@@ -397,7 +397,7 @@ class _Planner:
         shards = [Span(rank * count + span.start, rank * count + span.stop) for rank in range(world_size)]
         lengths = (len(span),) * world_size
         full = self._way is Way.FULL and len(row) < world_size
-        lost = None if full else self._lose(*shards, of_means=False, parts=world_size)
+        lost = None if full else self._lose(*shards, of_means=False, weight=1 / world_size)
         way = Way.FULL if full else Way.FEW_BITS
         stage = replace(self._stage(way, row, 0, lengths, owners, []), lost=lost)
         if len(row) == world_size:
@@ -407,7 +407,7 @@ class _Planner:
             self._rank if self._rank in one else one[place_of[self._rank] % len(one)] for one in self.rows
         ]
         sums = [shards[rank] for rank in stage.owned]
-        lost = self._lose(*sums, of_means=not full, parts=len(self.rows))
+        lost = self._lose(*sums, of_means=not full, weight=self.enlarge / len(self.rows))
         return Chunk(span, stage, Delivery(stage.owned, tuple(senders), lost))
 
     def _stage(
@@ -442,12 +442,11 @@ class _Planner:
             copies,
         )
 
-    def _lose(self, *spans: Span, of_means: bool, parts: int) -> Lost:
-        """Note that values are rounded, so many of which make a mean; return where their residual begins."""
+    def _lose(self, *spans: Span, of_means: bool, weight: float) -> Lost:
+        """Note that values are rounded, and their weight in the mean; return where their residual begins."""
         noted = self._means if of_means else self._own
         lost = Lost(of_means, self._lost[of_means])
         self._lost[of_means] += sum(map(len, spans))
-        weight = self.enlarge / parts
         noted.extend(replace(span, weight=weight) for span in spans if len(span))
         return lost
 

@@ -141,6 +141,7 @@ class Call:
         """Let the ranks agree, start the call, and wait for it unless there is a ``result`` for a future."""
         terms |= {"op": "AVG" if self.mean else "SUM", "key": self._key}
         state, filled = self.state, [tensor for tensor in self.tensors if tensor.numel()]
+        worker = state.worker
         like = filled[0] if filled else torch.empty(0)
         started: list[Future] = []
         # Tensors made here live on and are written elsewhere, so they must not be of inference mode.
@@ -155,6 +156,7 @@ class Call:
                         future.wait()
                     return None
             except (RuntimeError, MemoryError) as error:
+                worker.fail(error)  # the peers hear of it
                 if result is not None:
                     return failed_future(error, like)
                 raise

@@ -70,8 +70,8 @@ def reduce_scatter_tensor(
         TypeError: A tensor is sparse or not of a floating-point dtype, or an argument of another type.
         ValueError: The tensors do not fit each other, share memory or are part of a graph; the operation is
             another one; with error feedback there is no key, or it was used before in this step, or for
-            values of another length; or this rank is not in the group. Like ``TypeError`` before any
-            communication.
+            values of another length; the state has ``exact_1d``; or this rank is not in the group. Like
+            ``TypeError`` before any communication.
         AgreementError: The ranks call with different tensors, keys or options; with ``async_op`` the future
             raises a RuntimeError with its text.
         RuntimeError: A peer failed, and the state must be closed on every rank; or the call is made in a
@@ -90,6 +90,8 @@ def reduce_scatter_tensor(
     """
     name = "reduce_scatter_tensor"
     state = check_state(name, group)
+    if state.options.exact_1d:
+        raise ValueError(f"{name}: exact_1d does not work: shards of parameters have no dimensions")
     world_size = state.process_group.size()
     target, source = _check_shards(name, world_size, output, input)
     call = Call(name, state, [source], op, key)

@@ -218,11 +218,13 @@ class HookState:
     def require_same_bucket(self, title: str, bucket: Bucket) -> None:
         """Return if all ranks give the same bucket to the same hook, or raise on all ranks.
 
-        The state's :meth:`terms` are compared first. A refusal is raised again until :meth:`close`.
+        The state's :meth:`terms` are compared first. A refusal is raised again until :meth:`close`. The hook
+        is in use, as :meth:`bucket_came` notes.
 
         Raises:
             AgreementError: As :func:`dist_utils.comm_hooks.require_same_bucket`.
         """
+        self.bucket_came()
         require_same_bucket(self._owner_of_terms(), title, self.terms(), bucket)
 
     def require_same_call(

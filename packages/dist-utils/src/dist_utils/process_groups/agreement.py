@@ -112,9 +112,9 @@ def require_same_terms(
 
     Cost:
         About a millisecond with two ranks on one machine: about seven requests to the store per rank, of
-        which nothing stays there; the first rank reads what all have written. Nothing at world size 1, and
-        nothing with the backend ``"fake"``. Ranks write a digest of their terms, and the terms only if
-        digests differ. Torch's store takes at most 8 MiB of those from each rank.
+        which nothing stays there if all come; the first rank reads what all have written. Nothing at world
+        size 1, and nothing with the backend ``"fake"``. Ranks write a digest of their terms, and the terms
+        only if digests differ. Torch's store takes at most 8 MiB of those from each rank.
 
     Example:
         >>> require_same_terms(None, "my hook", {"bits": 8})  # doctest: +SKIP
@@ -185,10 +185,12 @@ _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref
 def _next_place(group: dist.ProcessGroup, store: Any) -> str:
     """Return the beginning of the keys of a group's next meeting, the first that is not over.
 
-    A restarted job may find the store of its last attempt, a new group in one process that of an earlier
-    group with its name; and torch may give disjoint groups the same name.
+    A job that torchrun restarts finds the store of its last attempt, if that is the agent's. (If agents count
+    attempts differently, the ranks do not meet in ``init_process_group`` either.) A new group in one process
+    may find that of an earlier group with its name; and torch may give disjoint groups the same name.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    in_agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if in_agents_store else "0"
     first = dist.get_process_group_ranks(group)[0]
     numbers = _meetings.setdefault(group, itertools.count())
     places = (f"dist_utils/{attempt}/{group.group_name}:{first}/{number}" for number in numbers)

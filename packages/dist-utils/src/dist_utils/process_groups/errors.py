@@ -58,9 +58,14 @@ def same_error(error: BaseException) -> Exception:
     return copied
 
 
-def drop_frames(error: BaseException) -> None:
-    """Clear and drop the frames of an error and of its causes, which may be part of cycles."""
-    seen: set[int] = set()
+def drop_frames(error: BaseException, handled: BaseException | None = None) -> None:
+    """Clear and drop the frames of an error and of its causes, which may be part of cycles.
+
+    Args:
+        error: The error.
+        handled: What the caller was handling when the error was raised, and with it is left as it is.
+    """
+    seen: set[int] = {id(handled)}
     errors: list[BaseException | None] = [error]
     while errors:
         one = errors.pop()

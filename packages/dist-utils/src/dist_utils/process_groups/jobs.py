@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -96,8 +97,10 @@ class Job(Generic[T]):
         Returns:
             The first error, to :meth:`fail` with; ``None`` if the job has run without one.
         """
+        if failure.error is not None:
+            return failure.error
+        handled = sys.exc_info()[1]  # by who submits the job
         try:
-            failure.raise_again()
             if group is None:
                 raise RuntimeError(f"the process group of {self._name} was destroyed")
             if torch.get_num_threads() != self._threads:  # a setting of each thread
@@ -111,7 +114,7 @@ class Job(Generic[T]):
         except catches as error:
             first = failure.keep(error)
             # Its frames would keep the group and its connections alive, and the future that holds the error.
-            drop_frames(error)
+            drop_frames(error, handled)
             return first
         return None
 

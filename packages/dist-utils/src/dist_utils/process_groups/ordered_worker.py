@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -143,7 +144,7 @@ class OrderedWorker:
             process group, which is collective among the members. Both wait for the other ranks in this call.
             With Gloo, one all-reduce of 4 bytes follows on the thread.
         """
-        place = self._side_streams.behind_caller(torch.device(device))
+        place, handled = self._side_streams.behind_caller(torch.device(device)), sys.exc_info()[1]
         queued = Job(job, place, name or self._name)
         try:
             if place is HOST or runs_on_host(self._process_group, place.device):
@@ -153,7 +154,7 @@ class OrderedWorker:
         except Exception as error:
             if self._closed or self._failure.error is None:
                 raise
-            drop_frames(error)  # they would keep the caller's model alive
+            drop_frames(error, handled)  # they would keep the caller's model alive
         # An error raised here would leave DDP in the middle of a pass, so the future has it.
         failed = queued.run(self._process_group, self._failure, Exception)
         if failed is not None:

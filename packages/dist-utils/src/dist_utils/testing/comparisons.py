@@ -94,6 +94,11 @@ def _parts(values: Any) -> Iterator[bytes]:
 
 
 def _parts_of_tensor(tensor: torch.Tensor) -> Iterator[bytes]:
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise TypeError(
+            f"a {type(tensor).__name__} cannot be compared, because its class handles its memory: of a "
+            "DTensor give its to_local() or full_tensor()"
+        )
     if tensor.is_quantized:
         yield from _parts([tensor.int_repr(), tensor.dequantize()])
         return
