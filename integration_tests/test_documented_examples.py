@@ -81,10 +81,12 @@ def _checkpoint(folder):
     return {file.name: torch.load(file, weights_only=True) for file in files}
 
 
-@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_the_program_to_copy_goes_on_from_its_checkpoint_with_the_same_bits(bits, launch, tmp_path):
+@pytest.mark.parametrize(
+    ("bits", "feedback"), [(8, "none"), pytest.param(4, "both", marks=pytest.mark.exhaustive)]
+)
+def test_the_program_to_copy_goes_on_from_its_checkpoint_with_the_same_bits(bits, feedback, launch, tmp_path):
     def train(folder):
-        options = ["--steps", "40", "--every", "10", "--bits", bits]
+        options = ["--steps", "40", "--every", "10", "--bits", bits, "--error-feedback", feedback]
         return _run("train_ddp.py", folder, *options, ranks=launch.world_size)[0]
 
     output = train(tmp_path / "through")
@@ -105,12 +107,12 @@ def test_the_program_to_copy_goes_on_from_its_checkpoint_with_the_same_bits(bits
 
 def test_the_program_to_copy_goes_on_with_another_number_of_ranks(launch, tmp_path):
     ranks, folder = launch.world_size, tmp_path / "runs"
-    _run("train_ddp.py", folder, "--steps", "20", "--every", "10", "--bits", "4", ranks=ranks)
-    options = ["--steps", "30", "--every", "10", "--bits", "4"]
-    output, _ = _run("train_ddp.py", folder, *options, ranks=ranks + 1)
+    options = ["--every", "10", "--bits", "4", "--error-feedback", "both"]
+    _run("train_ddp.py", folder, "--steps", "20", *options, ranks=ranks)
+    output, _ = _run("train_ddp.py", folder, "--steps", "33", *options, ranks=ranks + 1)
     assert f"world size {ranks + 1}" in output
     assert "from step 20" in output
-    assert _checkpoint(folder)["shared.pt"]["steps"] == 30
+    assert _checkpoint(folder)["shared.pt"]["steps"] == 33, "the end is saved, too"
 
 
 @pytest.mark.exhaustive

@@ -8,6 +8,7 @@ Needs ddp-quant-hooks and ddp-optim-overlap.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
@@ -66,3 +67,5 @@ def main() -> Statistics:
 if __name__ == "__main__":
     sent = main()
     print(f"{sent.bytes_sent / sent.bytes_of_allreduce:.2f} of the bytes")
+    dist.barrier()  # Gloo's threads finish meanwhile; otherwise the process may abort
+    dist.destroy_process_group()

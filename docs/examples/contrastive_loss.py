@@ -43,7 +43,7 @@ def loss_of_rows(
     first: int,
 ) -> torch.Tensor:
     """Return the loss of finding my images' captions among all, and my captions' images."""
-    target = torch.arange(first, first + len(mine[0]))
+    target = torch.arange(first, first + len(mine[0]), device=mine[0].device)
     return sum(
         nn.functional.cross_entropy(scale.exp() * here @ there.T, target)
         for here, there in zip(mine, reversed(everyone), strict=True)

@@ -44,7 +44,7 @@ class QuantizedGradients(L.Callback):
         checkpoint["residuals"] = self.state.gather_state_dict(pl_module)
 
     def on_load_checkpoint(self, trainer, pl_module, checkpoint):  # no DDP module yet
-        self.saved = checkpoint["residuals"]
+        self.saved = checkpoint.get("residuals")
 
 
 class Overlapped(L.Callback):

@@ -82,6 +82,7 @@ def main(folder: str | None) -> None:
         comm_state=state,
     )
     writer = tensorboard_writer(folder)
+    torch.manual_seed(1 + dist.get_rank())  # from here on each rank has its own data
     before = Statistics()
     for step in range(1, STEPS + 1):
         x = torch.randn(64, 64, device=device)
@@ -97,6 +98,7 @@ def main(folder: str | None) -> None:
             before = now
     if writer is not None:
         writer.close()
+    del ddp, overlap, state  # a model that outlives its group may wait forever
     dist.barrier()  # Gloo's threads finish meanwhile; otherwise the process may abort
     dist.destroy_process_group()
 

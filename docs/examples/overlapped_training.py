@@ -136,6 +136,7 @@ def main() -> None:
         print(
             f"restarted from step {STEPS // 2}: {'the same bits' if equal else 'DIFFERENT'}"
         )
+    del job  # a model that outlives its group may wait forever for a thread of Gloo
     dist.barrier()  # Gloo's threads finish meanwhile; otherwise the process may abort
     dist.destroy_process_group()
 

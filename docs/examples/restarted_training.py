@@ -1,4 +1,4 @@
-r"""A job that torchrun may restart: 4-bit gradients with error feedback, an overlapped AdamW, checkpoints.
+r"""A job that torchrun may restart: 4-bit gradients with feedback, overlapped steps, one checkpoint file.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 1 \
         docs/examples/restarted_training.py runs/restarted --fail-at 7
@@ -57,15 +57,20 @@ def train(folder: Path, fail_at: int | None) -> None:
         ddp, optimizer, comm_hook=quantized_allreduce_hook, comm_state=state
     )
     path, first = folder / "checkpoint.pt", 0
-    if path.exists():
+    checkpoint = None
+    if RANK == 0 and path.exists():  # only its machine needs the file
         checkpoint = torch.load(path, weights_only=True)
+    names = "model", "optimizer", "step"
+    shared = [checkpoint and {name: checkpoint[name] for name in names}]
+    dist.broadcast_object_list(shared, src=0)
+    if shared[0] is not None:
         # DDP's final buckets, made after a first pass, decide which values share a scale.
         with handle.pause():
             ddp(torch.zeros(1, 64)).sum().backward()
-        ddp.module.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        state.scatter_state_dict(checkpoint["residuals"] if RANK == 0 else None)
-        first = checkpoint["step"]
+        ddp.module.load_state_dict(shared[0]["model"])
+        optimizer.load_state_dict(shared[0]["optimizer"])
+        state.scatter_state_dict(checkpoint["residuals"] if checkpoint else None)
+        first = shared[0]["step"]
     for step in range(first, STEPS):
         if (
             step == fail_at

@@ -4,7 +4,7 @@ r"""Train with DistributedDataParallel and gradients in 8 bits; continue from th
 
 Copy it, and put in your model, batches and loss. It uses NCCL if every rank of a machine has a GPU,
 otherwise Gloo. Started again with the same folder, it continues from the last checkpoint; all machines must
-share the folder. Needs ddp-quant-hooks.
+share the folder. Needs ddp-quant-hooks, on GPUs with its extra cuda.
 """
 
 from __future__ import annotations
@@ -57,15 +57,17 @@ def batch(step: int, device: torch.device) -> torch.Tensor:
 class Training:
     """A model, its optimizer and its gradients in few bits."""
 
-    def __init__(self, device: torch.device, bits: int) -> None:
+    def __init__(self, device: torch.device, bits: int, error_feedback: str) -> None:
         self.device = device
         self.ddp = DistributedDataParallel(new_model().to(device))
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-3)
-        self.gradients = QuantizedAllreduceState(bits=bits)
+        self.gradients = QuantizedAllreduceState(bits=bits, error_feedback=error_feedback)
         self.ddp.register_comm_hook(self.gradients.bind(self.ddp), quantized_allreduce_hook)
 
     def step(self, number: int) -> torch.Tensor:
         """Train on one batch, and return the loss."""
+        # Each rank has its own dropout masks, the same after a restart.
+        torch.manual_seed(number * dist.get_world_size() + dist.get_rank())
         x = batch(number, self.device)
         loss = (self.ddp(x) - x).square().mean()
         self.optimizer.zero_grad()
@@ -77,7 +79,7 @@ class Training:
         """Write a checkpoint; call it on every rank."""
         rank, place = dist.get_rank(), folder / f"step-{steps}"
         place.mkdir(parents=True, exist_ok=True)
-        # The residuals of error feedback, the default of 4 bits, are this rank's own.
+        # The residuals of error feedback are this rank's own.
         torch.save(self.gradients.state_dict(), place / f"rank-{rank}.pt")
         if rank == 0:
             parts = {
@@ -124,8 +126,10 @@ def main() -> None:
         "--every", type=int, default=50, help="steps from one checkpoint to the next"
     )
     parser.add_argument("--bits", type=int, choices=(8, 4), default=8)
+    feedback = "none", "shard", "both"  # "both" for 4 bits with SGD
+    parser.add_argument("--error-feedback", choices=feedback, default="none")
     options = parser.parse_args()
-    training = Training(join_ranks(), options.bits)
+    training = Training(join_ranks(), options.bits, options.error_feedback)
     first = training.resume(options.folder)
     if dist.get_rank() == 0:
         print(
@@ -134,11 +138,12 @@ def main() -> None:
         )
     for number in range(first, options.steps):
         loss = training.step(number)
-        if (number + 1) % options.every == 0:
+        if (number + 1) % options.every == 0 or number + 1 == options.steps:
             training.save(options.folder, number + 1)
             if dist.get_rank() == 0:
                 mib = training.gradients.statistics.bytes_sent / 2**20
                 print(f"step {number + 1}: loss {loss:.4f}, {mib:.1f} MiB sent", flush=True)
+    del training  # a model that outlives its group may wait forever for a thread of Gloo
     dist.barrier()  # Gloo's threads finish meanwhile; otherwise the process may abort
     dist.destroy_process_group()
 

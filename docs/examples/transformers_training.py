@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -128,3 +129,5 @@ def main() -> Statistics:
 if __name__ == "__main__":
     sent = main()
     print(f"{sent.bytes_sent / sent.bytes_of_allreduce:.2f} of the bytes")
+    dist.barrier()  # Gloo's threads finish meanwhile; otherwise the process may abort
+    dist.destroy_process_group()
