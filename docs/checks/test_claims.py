@@ -191,6 +191,26 @@ def test_the_table_of_many_ranks_is_that_of_the_results():
     assert stands(Place(path, ""), text)
 
 
+def test_sentences_about_whole_steps_have_the_numbers_of_the_results():
+    results = json.loads((RESULTS / "whole_steps.json").read_text())
+    cells = {name: cell["sides"] for name, cell in results["cells"].items()}
+    slow, main, loopback = (
+        f"{cells[cell]['8bits']['faster_than_plain']['median']:.2f}"
+        for cell in ("7M, 2 hosts, 0.1 Gbit/s", "7M, 2 hosts, 1 Gbit/s", "7M, 2 ranks, loopback")
+    )
+    picture = f"{slow} times as fast as plain DDP at 0.1 Gbit/s, {main} at 1 Gbit/s, {loopback} on loopback"
+    assert stands(Place("README.md", ""), picture)
+    where = f"({results['machine']['cpu']}), Gloo, torch {results['versions']['torch']}, {results['date']}."
+    assert stands(Place("README.md", ""), where)
+    eight, half = (cells["7M, 2 hosts of 4 ranks, 1 Gbit/s"][side] for side in ("8bits", "bf16"))
+    cores = (
+        f"8 bits take {eight['wire_ms']:.0f} ms on the wire, but a step takes "
+        f"{eight['exposed']['median_ms']:.0f} ms longer than its computation; 16 bits, which compute less, "
+        f"take {half['median_ms'] / eight['median_ms']:.2f} of the time"
+    )
+    assert stands(Place("docs/benchmarks/whole-steps.md", ""), cores)
+
+
 @pytest.mark.parametrize(
     ("command", "document", "section"),
     [("table", "docs/benchmarks/whole-steps.md", None), ("short-table", "README.md", "## Measured")],
