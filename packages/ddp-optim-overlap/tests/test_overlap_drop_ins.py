@@ -28,6 +28,7 @@ from overlap_runs import (
     train_on,
 )
 from parity_cases import OPTIMIZERS
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_optim_overlap import (
@@ -249,6 +250,29 @@ def check_in_backward_wrapped_again(*, overlapped):
         gc.collect()
     torch.save(net, io.BytesIO())
     return snapshot(net)
+
+
+def check_in_backward_of_what_ddp_does_not_average():
+    """An ignored parameter is stepped with this rank's gradient; one that was frozen is refused."""
+    net = Net()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["layers.0.weight"])
+    ddp, before = make_ddp(net), snapshot(net)
+    _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
+    backward(ddp, batches(1)[0])
+    assert_same(changed(ddp, before), EVERY)
+    assert_same(gradients(ddp), [None] * 10)
+    net = Net()
+    net.conv.requires_grad_(False)
+    ddp = make_ddp(net)
+    net.conv.requires_grad_(True)
+    _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
+    with pytest.raises(RuntimeError, match="has a parameter in no bucket"):
+        backward(ddp, batches(1)[0])
+    ddp = make_ddp()
+    ddp.skip_all_reduce_unused_params = True  # an option that is not in every torch
+    _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
+    with pytest.raises(ConfigError, match="skip_all_reduce"):
+        ddp(batches(1)[0])
 
 
 def check_refused():

@@ -1,5 +1,6 @@
 """The bits of ``backward(); optimizer.step()``: every optimizer, way to run DDP, hook and kind of model."""
 
+import inspect
 import itertools
 import types
 
@@ -30,6 +31,7 @@ from parity_cases import (  # noqa: F401 - checks are found by name
 )
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import (
     CompressState,
@@ -282,6 +284,12 @@ def three_ranks_of_which_two_train():
 
     for kind in ("mesh", "model", "process_group"):
         assert_same(*[run(kind, overlapped=overlapped) for overlapped in (True, False)])
+
+
+def three_ranks_that_divide():
+    """DDP then divides by three, instead of multiplying with a third."""
+    if "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters:
+        require_same(two, batched_grad_copy=True)
 
 
 three_ranks = on_ranks(__name__, 3, prefix="three_ranks_", timeout=120, group_timeout=60)

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.loop.optimizers import OverlappedOptimizers
-from ddp_optim_overlap.model import require_separate_memory
+from ddp_optim_overlap.model import require_ddp_options, require_separate_memory
 from ddp_optim_overlap.optimizers.admission import require_plain_step, require_step_per_parameter
 from ddp_optim_overlap.optimizers.step_hooks import note_writes
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
-from ddp_optim_overlap.passes.averaging import average_like_ddp
+from ddp_optim_overlap.passes.averaging import plain_average
 from ddp_optim_overlap.passes.backward_pass import Stepper
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch, gradient_marks
@@ -110,10 +110,13 @@ class EngineAtFirstBucket:
         stepper: What the engine steps with.
         comm_hook: What averages, with the state that the hook was registered with; ``None``: as DDP does.
         skips_unused: As for :class:`Engine`.
+
+    Attributes:
+        stepper: As given.
     """
 
     def __init__(self, stepper: Stepper, comm_hook: CommHook | None, *, skips_unused: bool) -> None:
-        self._stepper, self._comm_hook, self._skips_unused = stepper, comm_hook, skips_unused
+        self.stepper, self._comm_hook, self._skips_unused = stepper, comm_hook, skips_unused
         self._engine: Engine | None = None
 
     def __deepcopy__(self, memo: object) -> object:
@@ -126,20 +129,25 @@ class EngineAtFirstBucket:
         Args:
             hook_state: The state that the hook was registered with.
             model: The model, if known.
+
+        Raises:
+            ConfigError: An option of the model does not go with steps inside ``backward()``.
         """
         if self._engine is not None:
             return self._engine
+        if model is not None:
+            require_ddp_options(model)
         group = _group_of(hook_state)
         engine = Engine(
             group,
-            self._stepper,
-            self._comm_hook or average_like_ddp,
+            self.stepper,
+            self._comm_hook or plain_average(model),
             group if self._comm_hook is None else hook_state,
             model=model,
             skips_unused=self._skips_unused,
         )
-        if isinstance(self._stepper, OverlappedOptimizers):
-            self._stepper.attach(engine)
+        if isinstance(self.stepper, OverlappedOptimizers):
+            self.stepper.attach(engine)
         weakref.finalize(self, engine.remove).atexit = False  # with the model, which has the hook
         self._engine = engine
         return engine

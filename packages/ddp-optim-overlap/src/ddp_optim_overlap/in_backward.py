@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.drop_ins import EngineAtFirstBucket
-from ddp_optim_overlap.model import another_hook, comm_hooks, register_comm_hook
+from ddp_optim_overlap.errors import ConfigError
+from ddp_optim_overlap.model import another_hook, averaged_parameters, comm_hooks, register_comm_hook
 from ddp_optim_overlap.optimizers.admission import require_plain_step
 from ddp_optim_overlap.optimizers.step_hooks import note_writes
 from ddp_optim_overlap.passes.backward_pass import Stepper
@@ -62,7 +63,9 @@ def apply_optimizer_in_backward(
 
     Raises:
         UnsupportedOptimizerError: The optimizer's step needs a closure.
-        ConfigError: In the model's forward pass, if the model has another communication hook.
+        ConfigError: In the model's forward pass, if the model has another communication hook, or options
+            with which buckets come too late or not at all. In ``backward()``, if a parameter was frozen when
+            DDP was made.
 
     Cost:
         One optimizer object per parameter; see the README for the time of their steps. Prefer
@@ -134,10 +137,24 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
 
 
 class _OwnOptimizers(Stepper):
-    """Steps each parameter's own optimizers, and drops its gradient at the end."""
+    """Steps each parameter's own optimizers, and drops its gradient at the end.
+
+    Attributes:
+        expected: Parameters that are to come in buckets, as nothing else steps them.
+    """
 
     def __init__(self) -> None:
+        self.expected: list[torch.Tensor] = []
         self._stepped: list[torch.Tensor] = []
+
+    def require_averaged(self, averaged: Collection[torch.Tensor]) -> None:
+        for parameter in self.expected:
+            if parameter.requires_grad and parameter not in averaged:
+                raise ConfigError(
+                    "an optimizer in backward has a parameter in no bucket of this DDP model, of shape "
+                    f"{tuple(parameter.shape)}, as it was frozen when DDP was made: it would never be "
+                    "stepped. Make a new DDP model"
+                )
 
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
         for parameter in parameters:
@@ -173,12 +190,13 @@ def _claim(module: nn.Module, _: Any) -> None:
     """Before any module's forward pass: make sure that a DDP model averages before it steps."""
     if not isinstance(module, DistributedDataParallel):
         return
-    found = [
-        ours
-        for parameter in module.parameters()
+    # Others are stepped with the gradients of this rank, as in PyTorch.
+    found = {
+        parameter: ours
+        for parameter in averaged_parameters(module)
         if (ours := getattr(parameter, _OURS, None)) is not None and ours.optimizers
-    ]
-    if all(module in ours.averaged_by for ours in found):
+    }
+    if all(module in ours.averaged_by for ours in found.values()):
         return
     if not comm_hooks(module):
         hook = apply_optim_in_backward_hook(module.gradient_as_bucket_view)
@@ -187,6 +205,8 @@ def _claim(module: nn.Module, _: Any) -> None:
         lazy = getattr(hook, "__self__", None)
         if not isinstance(lazy, EngineAtFirstBucket):
             raise another_hook(hook)
+        if isinstance(lazy.stepper, _OwnOptimizers):
+            lazy.stepper.expected = list(found)
         lazy.start(state, module)
-    for ours in found:
+    for ours in found.values():
         ours.averaged_by.add(module)

@@ -88,7 +88,7 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def require_ddp_options(ddp: DistributedDataParallel) -> None:
-    """Raise if the model averages without passing every gradient to its hook."""
+    """Raise if the model does not pass every gradient to its hook, in time for the end of ``backward()``."""
     if ddp.mixed_precision is not None:
         raise ConfigError("DDP(mixed_precision=...) needs the communication hook for itself")
     if getattr(ddp, "skip_all_reduce_unused_params", False):
@@ -96,16 +96,20 @@ def require_ddp_options(ddp: DistributedDataParallel) -> None:
             "DDP(skip_all_reduce_unused_params=True) hands over no bucket of which all parameters are "
             "unused: it would be unknown when a pass begins and ends"
         )
-    if ddp.static_graph:
-        _require_one_first_bucket(ddp)
+    if getattr(ddp, "require_manual_backward_finalization", False):
+        raise ConfigError(
+            "DDP's require_manual_backward_finalization lets backward() end before all buckets are averaged"
+        )
 
 
-def _require_one_first_bucket(ddp: DistributedDataParallel) -> None:
+def require_one_first_bucket(ddp: DistributedDataParallel) -> None:
     """Raise if a model of a static graph has several buckets in its first backward pass.
 
     In that pass DDP numbers all buckets 0, and none is the last one. Each dtype and device, and each sparse
     gradient, has a bucket of its own.
     """
+    if not ddp.static_graph:
+        return
     kinds = {(one.dtype, one.device) for one in ddp.parameters() if one.requires_grad}
     if len(kinds) + len(sparse_parameters(ddp.module)) > 1:
         raise ConfigError(
@@ -122,13 +126,12 @@ def may_leave_out(ddp: DistributedDataParallel | None) -> bool:
 
 def require_group(ddp: DistributedDataParallel, comm_hook: object, comm_state: object) -> None:
     """Raise if a communication hook's state says that it averages over other ranks than the model."""
-    group: object = None
-    if isinstance(comm_state, (dist.ProcessGroup, DeviceMesh)):
-        group = resolve_group(comm_state)
-    elif comm_state is not None:
-        group = getattr(comm_state, "process_group", None)
-    elif str(getattr(comm_hook, "__module__", "")).startswith(_HOOKS_WHOSE_NONE_IS_WORLD):
-        group = resolve_group(None)
+    group: object = comm_state
+    if comm_state is not None and not isinstance(comm_state, (dist.ProcessGroup, DeviceMesh)):
+        group = getattr(comm_state, "process_group", comm_state)
+    known = str(getattr(comm_hook, "__module__", "")).startswith(_HOOKS_WHOSE_NONE_IS_WORLD)
+    if isinstance(group, DeviceMesh) or (group is None and known):
+        group = resolve_group(group)
     if not isinstance(group, dist.ProcessGroup):
         return  # somebody else's hook, which may determine its ranks by itself
     try:

@@ -24,11 +24,12 @@ from ddp_optim_overlap.model import (
     register_comm_hook,
     require_ddp_options,
     require_group,
+    require_one_first_bucket,
     require_separate_memory,
     sparse_parameters,
 )
 from ddp_optim_overlap.optimizers.admission import require_plain_step, require_step_per_parameter
-from ddp_optim_overlap.passes.averaging import average_like_ddp
+from ddp_optim_overlap.passes.averaging import plain_average
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.passes.phase import Phase
 from ddp_optim_overlap.passes.release import GradientRelease
@@ -227,6 +228,7 @@ def overlap_optimizer(
     _require_arguments(optimizers, clip, unused)
     ddp = inner_ddp(ddp)
     require_ddp_options(ddp)  # before the hook is looked at: mixed precision has one of its own
+    require_one_first_bucket(ddp)
     slot = _own_slot(ddp)
     require_separate_memory(optimizers)
     if comm_hook is not None:
@@ -243,7 +245,7 @@ def overlap_optimizer(
     engine = Engine(
         ddp.process_group,
         overlapped,
-        comm_hook or average_like_ddp,
+        comm_hook or plain_average(ddp),
         ddp.process_group if comm_hook is None else comm_state,
         model=ddp,
         skips_unused=unused == "skip",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.errors import ConfigError, OverlapError, StepError, kind_of_failure
-from ddp_optim_overlap.model import may_leave_out, require_ddp_options
+from ddp_optim_overlap.model import may_leave_out, require_ddp_options, require_one_first_bucket
 from ddp_optim_overlap.passes.backward_pass import NAME, BackwardPass, PassKind, PassStage, Stepper
 from ddp_optim_overlap.passes.bucket import Bucket, KnownBuckets, average_of
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch
@@ -77,6 +77,7 @@ class Engine:
         self._peers = Peers(worker)
         self.state = OverlapState(worker)
         self._current = BackwardPass(PassKind.PAUSED, self.state, stepper)
+        self._current.end()  # there is none yet
         self._process_group, self._failed = process_group, False
         self.passes = passes
 
@@ -92,6 +93,11 @@ class Engine:
         try:
             if bucket.index() == 0:
                 self._begin()
+            elif self._worker is not None and self._current.stage is not PassStage.BEGUN:
+                raise ConfigError(
+                    "DDP has not handed over the first bucket of this backward pass, as with "
+                    "skip_all_reduce_unused_params=True: leave that option out"
+                )
             return self._take(self._current, bucket)
         except OverlapError as error:
             failure = self._current.fail(error)
@@ -117,8 +123,9 @@ class Engine:
         self._peers.wait()
         self.state.raise_error()
         if model is not None:
+            require_ddp_options(model)
             if not self._known_buckets.parameters:  # the graph may be made static until the first pass
-                require_ddp_options(model)
+                require_one_first_bucket(model)
             self._shares_used = self._skips_unused and may_leave_out(model)
         _require_agreement(worker.agree)
         if kind is PassKind.STEPS:
