@@ -29,7 +29,7 @@ from parity_cases import (  # noqa: F401 - checks are found by name
     require_same,
     two,
 )
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,6 +41,7 @@ from ddp_compress_hooks import (
     fp16_compress_hook,
 )
 from ddp_optim_overlap import (
+    ConfigError,
     OptimizerHookState,
     declare_steps_per_parameter,
     hook_then_optimizer,
@@ -290,6 +291,15 @@ def three_ranks_that_divide():
     """DDP then divides by three, instead of multiplying with a third."""
     if "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters:
         require_same(two, batched_grad_copy=True)
+
+
+def three_ranks_state_without_a_group_is_of_world():
+    """It would average over the ranks of other models."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    ddp = make_ddp(process_group=groups[dist.get_rank()])
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    with pytest.raises(ConfigError, match="give comm_hook a comm_state of the model's process group"):
+        overlap_optimizer(ddp, sgd(ddp), comm_hook=powerSGD_hook.powerSGD_hook, comm_state=state)
 
 
 three_ranks = on_ranks(__name__, 3, prefix="three_ranks_", timeout=120, group_timeout=60)

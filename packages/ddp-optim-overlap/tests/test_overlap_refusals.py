@@ -26,7 +26,6 @@ from overlap_runs import (
     start,
     train_on,
 )
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import allreduce_hook
@@ -191,15 +190,6 @@ def check_call(make_model, make, options, kind, words):
         overlap_optimizer(ddp, other)
         train_on(ddp, other, batches(1))
         assert_same(changed(ddp, before), EVERY)
-
-
-def check_a_state_without_a_group_is_of_world():
-    """It would average over the ranks of other models."""
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    ddp = make_ddp(process_group=groups[dist.get_rank()])
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-    with pytest.raises(ConfigError, match="give comm_hook a comm_state of the model's process group"):
-        overlap_optimizer(ddp, sgd(ddp), comm_hook=powerSGD_hook.powerSGD_hook, comm_state=state)
 
 
 def check_frozen_parameters_need_no_step():
