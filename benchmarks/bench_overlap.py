@@ -230,13 +230,14 @@ def launch(_: Namespace) -> Iterator[Found]:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw the steps of the larger model with the longer step, where there are any."""
+    """Draw the steps of the larger model, where there are any."""
     panels = {}
     for part, where in (("hosts", "two emulated hosts, 1 Gbit/s"), ("loopback", "two ranks, loopback")):
-        if found := results.get(part, {}).get("cases", {}).get("60MB, foreach, batch 8"):
-            bars = bars_of(found["sides"])
-            panels[where] = {name: bars[name] for name in bars if name != STEP}
-    draw_bars(panels, "ms", path, title="A training step with AdamW (foreach), 60 MB of parameters")
+        for kind in ("fused", "foreach"):
+            if found := results.get(part, {}).get("cases", {}).get(f"60MB, {kind}, batch 8"):
+                bars = bars_of(found["sides"])
+                panels[f"{where}; {kind}"] = {name: bars[name] for name in bars if name != STEP}
+    draw_bars(panels, "ms", path, title="A training step with AdamW, 60 MB of parameters")
 
 
 def main() -> None:

@@ -89,7 +89,14 @@ def bytes_sent(options: Namespace) -> Iterator[Found]:
         yield ("bytes", size), sent
 
 
-SHOWN = (PLAIN, HALF, QUANTIZED, "ours: 4 bits")
+SHOWN = {
+    PLAIN: "PyTorch's allreduce_hook",
+    HALF: "ours: 16 bits",
+    QUANTIZED: "ours: 8 bits",
+    "ours: 4 bits, no error feedback": "ours: 4 bits, no feedback",
+    "ours: 4 bits": "ours: 4 bits, feedback",
+}
+"""What is drawn, with its label."""
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -98,7 +105,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for rate, by_size in results.get("hosts", {}).items():
         tables[f"emulated hosts, {rate.replace('gbit', ' Gbit/s')}"] = by_size
     panels = {
-        f"2 {where}": bars_of({name: table["2"][name] for name in SHOWN if name in table["2"]})
+        f"2 {where}": bars_of(
+            {label: table["2"][name] for name, label in SHOWN.items() if name in table["2"]}
+        )
         for where, table in tables.items()
         if "2" in table
     }

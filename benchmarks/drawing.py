@@ -102,7 +102,8 @@ def draw_bars(
     if not panels:
         return
     heights = [0.35 + 0.24 * len(bars) for bars in panels.values()]
-    figure, axes = subplots(heights, f"{title}, {unit} (thin lines: {ranges})")
+    scales = "each panel has its own scale; " if len(panels) > 1 else ""
+    figure, axes = subplots(heights, f"{title}, {unit} ({scales}thin lines: {ranges})")
     for axis, (subject, bars) in zip(axes, panels.items(), strict=True):
         longest = max(high for _, (_, high) in bars.values())
         for place, (name, (median, (low, high))) in enumerate(bars.items()):

@@ -126,7 +126,7 @@ def _gains(cells: dict[str, Any]) -> Iterator[str]:
         if ratios and not any(ratio["median"] >= GAIN and ratio["quartiles"][0] > 1 for ratio in ratios):
             none.append(f"{name} (at best {max(ratio['median'] for ratio in ratios):.2f}x)")
     if none:
-        yield f"Nothing is gained here: {'; '.join(none)}."
+        yield f"Nothing is gained by our hooks here: {'; '.join(none)}."
 
 
 def _choices(cells: dict[str, Any]) -> Iterator[list[str]]:
