@@ -103,6 +103,10 @@ def _sums_in_fp16(rank):
         assert state.saturated == clamped
         tiny = torch.full((4,), 2.0**-24).half()
         all_reduce(tiny, SUM, CompressState(accumulate=accumulate))
+        wide = torch.full((4,), (3e38, 0.0)[rank]).bfloat16()
+        kept = wide.clone() if rank == 0 else torch.full((4,), 3e38).bfloat16()
+        all_reduce(wide, SUM, state)
+        assert torch.equal(wide, kept)
         found[accumulate] = (clamped > 0, *(one.unique().item() for one in (large, fits, tiny)))
     return found
 

@@ -13,6 +13,7 @@ from ddp_compress_hooks import (
     bf16_compress_wrapper,
     compress_hook,
     fp16_compress_hook,
+    fp16_compress_wrapper,
 )
 from dist_utils.testing import run_ranks, same_bits, tcp_bytes_sent
 
@@ -143,6 +144,18 @@ def _stages(rank):
     ddp.register_comm_hook(_OwnState(group), bf16_compress_wrapper(_own_hook))
     ddp(torch.full((1, 3 + stage), float(rank))).sum().backward()
     return ddp.module.weight.grad.unique().item()
+
+
+def _one_rank(rank):
+    del rank
+    ddp = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    ddp.register_comm_hook(_OwnState(dist.group.WORLD), fp16_compress_wrapper(_own_hook))
+    ddp(torch.full((1, 1), 1e5)).sum().backward()
+    return ddp.module.weight.grad.item()
+
+
+def test_a_wrapped_hook_of_one_rank_gets_its_bucket_unchanged():
+    assert run_ranks(_one_rank, 1) == [1e5]
 
 
 def test_a_wrapped_hook_whose_state_names_no_group_is_not_compared_over_others():

@@ -268,6 +268,20 @@ def check_in_backward_of_what_ddp_does_not_average():
     _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
     with pytest.raises(RuntimeError, match="has a parameter in no bucket"):
         backward(ddp, batches(1)[0])
+    net = torch.nn.Linear(4, 4)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["weight"])
+    ddp = make_ddp(net)  # which averages it nevertheless, because it is the root module's
+    _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
+    backward(ddp, torch.full((1, 4), dist.get_rank() + 1.0))
+    others = [torch.empty_like(net.weight) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, net.weight.detach())
+    assert_same(others, [others[0]] * len(others))
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    late = [("0.weight", net[0].weight)]
+    ddp = make_ddp(net, delay_all_reduce_named_params=late, param_to_hook_all_reduce=net[1].weight)
+    _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
+    with pytest.raises(ConfigError, match="delay_all_reduce_named_params"):
+        ddp(torch.ones(1, 4))
     ddp = make_ddp()
     ddp.skip_all_reduce_unused_params = True  # an option that is not in every torch
     _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})

@@ -207,10 +207,14 @@ def encode(
         share = share.div_(divisor)
     if clamp is None:
         return payload.copy_(share)
-    largest: float = torch.finfo(wire_dtype).max
-    fits = in_fp32 and largest * world_size <= torch.finfo(torch.float32).max
-    limit = largest if fits else largest_share(wire_dtype, world_size)
+    fits = in_fp32 and fits_in_fp32(wire_dtype, world_size)
+    limit = torch.finfo(wire_dtype).max if fits else largest_share(wire_dtype, world_size)
     return payload.copy_(clamp(share, limit))
+
+
+def fits_in_fp32(dtype: torch.dtype, world_size: int) -> bool:
+    """Return whether the sum of so many of the largest numbers of ``dtype`` is finite in fp32."""
+    return torch.finfo(dtype).max * world_size <= torch.finfo(torch.float32).max
 
 
 def largest_share(dtype: torch.dtype, world_size: int) -> float:

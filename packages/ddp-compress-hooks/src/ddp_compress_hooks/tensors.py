@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 
-from ddp_compress_hooks.averaging import flat_real, largest_share, start_sum
+from ddp_compress_hooks.averaging import fits_in_fp32, flat_real, largest_share, start_sum
 from ddp_compress_hooks.state import CompressState, GroupOrState, as_state
 from dist_utils.comm_hooks import (
     checked_operation,
@@ -154,10 +154,10 @@ def _start(state: CompressState, pack: list[torch.Tensor], *, mean: bool) -> _Fu
     buffer = _join(pack)
     values, world_size, clamp = flat_real(buffer), state.process_group.size(), state.clamp
     wire_dtype = state.wire_dtype or values.dtype
-    # Division would round small numbers of fp16. A sum needs it where its partial sums may overflow: in a
-    # narrower dtype, or if they are to be clamped.
-    may_overflow = wire_dtype != values.dtype or (clamp is not None and not state.sums_in_fp32(wire_dtype))
-    divisor = world_size if mean or may_overflow else 1
+    # Division would round small numbers of fp16. A sum needs it where its partial sums may overflow although
+    # they are clamped or in fp32, and in a narrower dtype.
+    fits = fits_in_fp32(wire_dtype, world_size) if state.sums_in_fp32(wire_dtype) else clamp is None
+    divisor = 1 if fits and not mean and wire_dtype == values.dtype else world_size
     tag, factor = (_MEAN_TAG, 1) if mean else (_SUM_TAG, divisor)
     arrival = start_sum(state, buffer, wire_dtype, divisor=divisor, name=f"{_NAME}:exchange", tag=tag)
     torch.autograd.graph.increment_version(values)  # the backend does not tell autograd

@@ -118,7 +118,7 @@ def _run_on_bucket(
     if isinstance(hook_state, HookState):
         hook_state.bucket_came()
     state = _state_of(hook_state)
-    if state is None or state.process_group.size() > 1:
+    if _rank_count(state) > 1:
         try:
             if state is not None:
                 state.require_same_bucket(name, bucket)
@@ -143,8 +143,7 @@ def _run_on_pair(
     """Do the same under ``torch.compile``, with a pair of a gradient and its parameter."""
     gradient, parameter = pair
     inner: Any = pair
-    state = _state_of(hook_state)
-    if cast_to is not None and (state is None or state.process_group.size() > 1):
+    if cast_to is not None and _rank_count(_state_of(hook_state)) > 1:
         inner = (_compress(gradient, cast_to), parameter)
     return gradient.copy_(clamp_mean(_first(hook(hook_state, inner)), gradient.dtype))
 
@@ -161,6 +160,11 @@ def _compress(gradient: torch.Tensor, wire_dtype: torch.dtype) -> torch.Tensor:
 def _first(result: Any) -> torch.Tensor:
     tensor: torch.Tensor = result[0] if isinstance(result, (list, tuple)) else result
     return tensor
+
+
+def _rank_count(state: CompressState | None) -> int:
+    """Return how many ranks average; of those of an unknown group, at most."""
+    return dist.get_world_size() if state is None else state.process_group.size()
 
 
 def _state_of(hook_state: Any) -> CompressState | None:

@@ -196,6 +196,12 @@ def _claim(module: nn.Module, _: Any) -> None:
         for parameter in averaged_parameters(module)
         if (ours := getattr(parameter, _OURS, None)) is not None and ours.optimizers
     }
+    for parameter in getattr(module, "_delay_all_reduce_params", ()):
+        if _optimizers_of(parameter):
+            raise ConfigError(
+                "an optimizer in backward has a parameter of delay_all_reduce_named_params, which DDP "
+                "averages after all others: leave it out there, or give it an optimizer that the loop steps"
+            )
     if all(module in ours.averaged_by for ours in found.values()):
         return
     if not comm_hooks(module):

@@ -141,9 +141,13 @@ def require_group(ddp: DistributedDataParallel, comm_hook: object, comm_state: o
 
 
 def averaged_parameters(ddp: DistributedDataParallel) -> set[torch.Tensor]:
-    """Return the parameters that a model averages, including frozen ones."""
-    named = ddp.module.named_parameters(remove_duplicate=False)
-    return {parameter for name, parameter in named if name not in ddp.parameters_to_ignore}
+    """Return the parameters that a model averages, including frozen ones, found as DDP itself finds them."""
+    return {
+        parameter
+        for module_name, module in ddp.module.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if f"{module_name}.{name}" not in ddp.parameters_to_ignore
+    }
 
 
 def sparse_parameters(module: nn.Module) -> dict[torch.Tensor, str]:
