@@ -277,8 +277,9 @@ def check_in_backward_of_what_ddp_does_not_average():
     dist.all_gather(others, net.weight.detach())
     assert_same(others, [others[0]] * len(others))
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    late = [("0.weight", net[0].weight)]
-    ddp = make_ddp(net, delay_all_reduce_named_params=late, param_to_hook_all_reduce=net[1].weight)
+    named = [("0.weight", net[0].weight)]
+    late = {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": net[1].weight}
+    ddp = make_ddp(net, bucket_cap_mb=1, **late)  # torch 2.6 takes only an int here
     _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
     with pytest.raises(ConfigError, match="delay_all_reduce_named_params"):
         ddp(torch.ones(1, 4))
