@@ -131,7 +131,7 @@ def all_reduce(
                     arrivals.pop().wait()
     if not async_op:
         return None
-    device = next((one.device for one in filled if one.device.type != "cpu"), like.device)
+    device = next(iter(accelerators), like.device)
     return _result(joined_future(arrivals or [completed_future(like)], filled, device), tensor)
 
 

@@ -140,7 +140,6 @@ class HookState:
         ...         return {"bits": self.bits}
         >>> def my_hook(state, bucket):  # doctest: +SKIP
         ...     buffer = bucket.buffer()
-        ...     state.bucket_came()
         ...     try:
         ...         state.require_same_bucket("my_hook", bucket)
         ...     except RuntimeError as error:  # raised here, it would leave DDP in the middle of a pass

@@ -170,7 +170,7 @@ def obstacle(tensor: torch.Tensor) -> str:
         return "is not initialized yet: run a forward pass first"
     if tensor.is_nested:
         return "is a nested tensor: give the tensors inside"
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if class_handles_memory(tensor):
         return f"is a {kind.__name__}, whose memory its class handles: of a DTensor give its to_local()"
     if tensor.is_meta:
         return "is on the meta device and has no values"
@@ -186,6 +186,11 @@ def obstacle(tensor: torch.Tensor) -> str:
     if any(stride == 0 and size > 1 for size, stride in strides):
         return "is expanded: several of its elements are one in memory"
     return ""
+
+
+def class_handles_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's values are not at its own address, as those of a ``DTensor``."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -144,7 +144,8 @@ class OrderedWorker:
             process group, which is collective among the members. Both wait for the other ranks in this call.
             With Gloo, one all-reduce of 4 bytes follows on the thread.
         """
-        place, handled = self._side_streams.behind_caller(torch.device(device)), sys.exc_info()[1]
+        handled = sys.exc_info()[1]  # by the caller
+        place = self._side_streams.behind_caller(torch.device(device))
         queued = Job(job, place, name or self._name)
         try:
             if place is HOST or runs_on_host(self._process_group, place.device):

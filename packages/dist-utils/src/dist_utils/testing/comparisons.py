@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dist_utils.containers.kinds import KINDS
+from dist_utils.module_state.broadcasts import class_handles_memory
 from dist_utils.process_groups.groups import GroupLike, resolve_group
 from dist_utils.process_groups.messages import all_gather_plain
 
@@ -94,7 +95,7 @@ def _parts(values: Any) -> Iterator[bytes]:
 
 
 def _parts_of_tensor(tensor: torch.Tensor) -> Iterator[bytes]:
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if class_handles_memory(tensor):
         raise TypeError(
             f"a {type(tensor).__name__} cannot be compared, because its class handles its memory: of a "
             "DTensor give its to_local() or full_tensor()"
