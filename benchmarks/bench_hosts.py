@@ -25,6 +25,7 @@ Writes results/hosts.json and .png. All ranks share this machine's processors.
 from __future__ import annotations
 
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -200,6 +201,21 @@ def all_times(options: Namespace) -> Iterator[Found]:
 COLORS = {PLAIN: GRAY, FLAT: VERMILION, INSIDE: GREEN, DEFAULT: BLUE}
 
 
+def describe(placement: str) -> str:
+    """Say how many ranks each host has."""
+    counts = sorted(Counter(placement).values())
+    if len(set(counts)) > 1:
+        return f"hosts of {' and '.join(map(str, counts))} ranks"
+    in_turns = "" if list(placement) == sorted(placement) else ", in turns"
+    return f"{len(counts)} hosts of {counts[0]} ranks{in_turns}"
+
+
+def marker(name: str) -> dict[str, Any]:
+    """Return how to draw a side; one is a ring, which a point beneath or above does not hide."""
+    ring = {"markersize": 9, "markerfacecolor": "none"} if name == INSIDE else {"markersize": 5}
+    return {"marker": "o", "linestyle": "", "color": COLORS[name], **ring}
+
+
 def draw(results: Mapping[str, Any], path: Path) -> None:
     """Draw bytes and times of each placement, as points beside each other on one line."""
     placements = results["placements"]
@@ -210,25 +226,25 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
         }
     panels = {panel: rows for panel, rows in panels.items() if rows}
     heights = [0.5 + 0.24 * len(rows) for rows in panels.values()]
-    figure, axes = subplots(heights, "Averaging 12 MiB, by the host of each rank (CPUs, Gloo, emulated)")
+    figure, axes = subplots(heights, "Averaging 12 MiB on hosts of several ranks (CPUs, Gloo, emulated)")
     for axis, (panel, rows) in zip(axes, panels.items(), strict=True):
         for place, sides in enumerate(row["sides"] for row in rows.values()):
             if panel == "bytes" and PLAIN in sides:
                 axis.plot(sides[PLAIN]["limit"], place, "|", color="black", markersize=12)
-            for name, color in COLORS.items():
+            for name in COLORS:
                 if name in sides:
                     value = sides[name]["bytes_a_value" if panel == "bytes" else "median_ms"]
-                    axis.plot(value, place, "o", color=color, markersize=5)
+                    axis.plot(value, place, **marker(name))
         axis.set_xlim(left=0)
         axis.grid(axis="x", color="0.9")
-        axis.set_yticks(range(len(rows)), rows)
+        axis.set_yticks(range(len(rows)), map(describe, rows))
         axis.set_ylim(len(rows) - 0.5, -0.5)
         axis.tick_params(axis="y", length=0)
-        text = "bytes a value on the busiest host's link (bar: limit)" if panel == "bytes" else f"ms, {panel}"
+        text = "bytes a value on a host's link (bar: limit)" if panel == "bytes" else f"ms, {panel}"
         axis.set_title(
             text.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s"), loc="left", fontsize="small"
         )
-    points = [axes[0].plot([], [], "o", color=color, markersize=5)[0] for color in COLORS.values()]
+    points = [axes[0].plot([], [], **marker(name))[0] for name in COLORS]
     figure.legend(points, COLORS, loc="outside lower center", ncols=2, fontsize="small", frameon=False)
     save(figure, path)
 

@@ -25,7 +25,9 @@ def draw_gains(results: dict[str, Any], path: Path) -> None:
         if name in README_CELLS and SIDE in cell["sides"]
     }
     names = sorted(gains, key=lambda name: -gains[name]["median"])
-    title = "Training steps with 8 bits: how many times as fast as plain DDP's (CPUs, Gloo, emulated hosts)"
+    title = (
+        "Training steps with 8 bits: how many times as fast as with plain DDP (CPUs, Gloo, emulated hosts)"
+    )
     figure, (axis,) = subplots([0.2 + 0.4 * len(names)], title)
     for place, name in enumerate(names):
         middle, (low, high) = gains[name]["median"], gains[name]["quartiles"]

@@ -37,16 +37,17 @@ LABELS = {
     "bf16": "ours: 16 bits",
     "8bits": "ours: 8 bits",
     "4bits": "ours: 4 bits",
+    "4bits-none": 'ours: 4 bits, `error_feedback="none"`',
     "auto": "ours: auto",
 }
 SHORT_LABELS = {
     PLAIN: "plain DDP",
     "fp16": "PyTorch's fp16 hook",
-    "powersgd-one": "PowerSGD",
+    "powersgd-one": "PowerSGD, rank 1",
     "8bits": "8 bits",
 }
 """Few enough for a first look: the README's tables and the picture of losses."""
-OURS = ("bf16", "8bits", "4bits", "auto")
+OURS = ("bf16", "8bits", "4bits", "4bits-none", "auto")
 ALL = [name for name in LABELS if name != COMPUTE] + [name + OVERLAP for name in OURS]
 FRAGILE = ("powersgd", "perchannel")
 """Hooks that hang or abort on Gloo in some versions of torch, so each gets ranks of its own.
@@ -79,7 +80,12 @@ def make_hook(name: str, full_steps: int) -> tuple[Any, Callable[..., Any]] | No
         return None, bf16_compress_hook
     if name == "auto":
         return AutoState(), auto_hook
-    return QuantizedAllreduceState(bits={"8bits": 8, "4bits": 4}[name]), quantized_allreduce_hook
+    options: dict[str, Any] = {
+        "8bits": {"bits": 8},
+        "4bits": {"bits": 4},
+        "4bits-none": {"bits": 4, "error_feedback": "none"},
+    }
+    return QuantizedAllreduceState(**options[name]), quantized_allreduce_hook
 
 
 @dataclass

@@ -110,7 +110,7 @@ def remarks(cells: dict[str, Any]) -> str:
         "auto on emulated hosts and loopback",
         "chose",
         "after steps",
-        "its time, of the fastest candidate's",
+        "its time / the fastest candidate's",
     ]
     return f"{lines}\n\n{table(heads, list(_choices(cells)))}"
 
@@ -130,10 +130,11 @@ def _gains(cells: dict[str, Any]) -> Iterator[str]:
 
 
 def _choices(cells: dict[str, Any]) -> Iterator[list[str]]:
-    for name, cell in cells.items():
-        times = {side: found["median_ms"] for side, found in cell["sides"].items() if "median_ms" in found}
+    for name in (cell.name for cell in CELLS if cell.name in cells):
+        sides = cells[name]["sides"]
+        times = {side: found["median_ms"] for side, found in sides.items() if "median_ms" in found}
         if "auto" in times:
-            chosen = cell["sides"]["auto"]["chosen"]
+            chosen = sides["auto"]["chosen"]
             best = min(CANDIDATES & times.keys(), key=lambda candidate: times[candidate])
             share = f"{times['auto'] / times[best]:.2f} ({label(best)})"
             yield [name, chosen["candidate"], str(chosen["steps"]), share]

@@ -159,17 +159,15 @@ def test_what_nccl_messages_take_of_the_host_is_that_of_the_results():
     """The range over ranks, until a call returns and until it is waited for, to the next 5 us outside."""
     calls = json.loads((RESULTS / "nccl_messages.json").read_text())["us of the host"]
 
-    def stated(*world_sizes):
-        times = [
-            time / (size - 1)
-            for size in world_sizes
-            for rank in calls[f"{size} ranks"]["start_messages"]
-            for time in rank
-        ]
-        return f"{5 * math.floor(min(times) / 5)} to {5 * math.ceil(max(times) / 5)} us"
+    def stated(size, way):
+        times = [time for rank in calls[f"{size} ranks"][way] for time in rank]
+        return f"{5 * math.floor(min(times) / 5)} to {5 * math.ceil(max(times) / 5)}"
 
-    text = f"{stated(4, 8)} among four or eight ranks that share the GPU, and {stated(2)} between two"
+    two, four, eight = (stated(size, "start_messages") for size in (2, 4, 8))
+    text = f"{two} us between two ranks that share the GPU, {four} us among four, and {eight} us among eight"
     assert stands(Place("docs/gpu.md", ""), text)
+    two, four, eight = (stated(size, "all_to_all") for size in (2, 4, 8))
+    assert stands(Place("docs/gpu.md", ""), f"`all_to_all`: {two}, {four} and {eight} us")
 
 
 def test_the_table_of_many_ranks_is_that_of_the_results():
