@@ -147,7 +147,8 @@ def _failures(cells: dict[str, Any]) -> Iterator[str]:
             if "failed" in side:
                 failed.setdefault((key, side["failed"]), []).append(name)
     for (key, error), names in failed.items():
-        cause = error.rsplit(": ", 1)[-1].split(". ")[0]  # without the callbacks that it came through
+        # Without the callbacks that an exception came through.
+        cause = error.rsplit(": ", 1)[-1].split(". ")[0] if "Error: " in error else error
         yield f"{label(key)} fails ({cause}): {'; '.join(names)}."
 
 
