@@ -136,12 +136,16 @@ def _own_hook(state, bucket):
     return allreduce_hook(state.group, bucket)
 
 
-def _stages(rank):
+def _stages(rank, closure):
     """Return a mean of two stages of a pipeline, whose buckets differ."""
     stage = rank // 2
     group = [dist.new_group([0, 1]), dist.new_group([2, 3])][stage]
     ddp = DistributedDataParallel(torch.nn.Linear(3 + stage, 1, bias=False), process_group=group)
-    ddp.register_comm_hook(_OwnState(group), bf16_compress_wrapper(_own_hook))
+    own = _OwnState(group)
+    if closure:
+        ddp.register_comm_hook(None, bf16_compress_wrapper(lambda _, bucket: _own_hook(own, bucket)))
+    else:
+        ddp.register_comm_hook(own, bf16_compress_wrapper(_own_hook))
     ddp(torch.full((1, 3 + stage), float(rank))).sum().backward()
     return ddp.module.weight.grad.unique().item()
 
@@ -158,8 +162,9 @@ def test_a_wrapped_hook_of_one_rank_gets_its_bucket_unchanged():
     assert run_ranks(_one_rank, 1) == [1e5]
 
 
-def test_a_wrapped_hook_whose_state_names_no_group_is_not_compared_over_others():
-    assert run_ranks(_stages, 4) == [0.5, 0.5, 2.5, 2.5]
+@pytest.mark.parametrize("closure", [False, True])
+def test_a_wrapped_hook_whose_state_names_no_group_is_not_compared_over_others(closure):
+    assert run_ranks(_stages, 4, closure) == [0.5, 0.5, 2.5, 2.5]
 
 
 def _groups(rank):

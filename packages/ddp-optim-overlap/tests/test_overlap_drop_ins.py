@@ -28,6 +28,7 @@ from overlap_runs import (
     train_on,
 )
 from parity_cases import OPTIMIZERS
+from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import allreduce_hook
@@ -212,6 +213,41 @@ def check_unused_is_moved_by_hook_then_optimizer():
     assert_same(ddp.module.layers[1].weight.detach(), before.add(before * 0.5, alpha=-0.1))
 
 
+@as_ordinary
+def check_an_end_that_is_called(*, overlapped):
+    """With manual finalization (torch 2.15) backward() itself waits for the steps."""
+    ddp = make_ddp(gradient_as_bucket_view=True)
+    manual = hasattr(DistributedDataParallel, "require_manual_backward_finalization")
+    if manual:
+        ddp.require_manual_backward_finalization = True
+    optimizer = sgd(ddp)
+    if overlapped:
+        _hook(ddp, FunctionalSGD(0.1))
+    for x in batches(3):
+        backward(ddp, x)
+        if manual:
+            ddp.finalize_backward()
+        if not overlapped:
+            optimizer.step()
+        ddp.zero_grad()
+    return snapshot(ddp)
+
+
+@as_ordinary
+def check_in_backward_replicated(*, overlapped):
+    """A module that was given to replicate() is not itself the model that averages."""
+    model = replicate(Net(), bucket_cap_mb=0.001)
+    optimizer = sgd(model)
+    if overlapped:
+        apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    for x in batches(3):
+        backward(model, x)
+        if not overlapped:
+            optimizer.step()
+        model.zero_grad()
+    return snapshot(model)
+
+
 @cases({"no_sync": (True,), "each pass": (False,)})
 @as_ordinary
 def check_in_backward_unused(accumulates, *, overlapped):
@@ -276,6 +312,12 @@ def check_in_backward_of_what_ddp_does_not_average():
     others = [torch.empty_like(net.weight) for _ in range(dist.get_world_size())]
     dist.all_gather(others, net.weight.detach())
     assert_same(others, [others[0]] * len(others))
+    net = torch.nn.Sequential(torch.nn.EmbeddingBag(4, 4, sparse=True), torch.nn.Linear(4, 4))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.weight"])
+    ddp, before = make_ddp(net, static_graph=True), snapshot(net)  # one bucket, without the sparse gradient
+    _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
+    ddp(torch.tensor([[0, 1]])).sum().backward()
+    assert_same(changed(ddp, before), [0, 1, 2])
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     named = [("0.weight", net[0].weight)]
     late = {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": net[1].weight}

@@ -103,6 +103,7 @@ def _compress_wrapper(name: str, hook: CommHook, wire_dtype: torch.dtype, if_all
             return _run_on_bucket(inner, cast_to, hook_state, bucket, full_name)
 
     wrapped_hook.__qualname__ = full_name  # DDP logs it
+    wrapped_hook.__module__ = _module_of(hook)  # says whether ``None`` as the state means WORLD
     return wrapped_hook
 
 
@@ -117,7 +118,7 @@ def _run_on_bucket(
         return completed_future(buffer)
     if isinstance(hook_state, HookState):
         hook_state.bucket_came()
-    state = _state_of(hook_state)
+    state = _state_of(hook, hook_state)
     if _rank_count(state) > 1:
         try:
             if state is not None:
@@ -143,7 +144,7 @@ def _run_on_pair(
     """Do the same under ``torch.compile``, with a pair of a gradient and its parameter."""
     gradient, parameter = pair
     inner: Any = pair
-    if cast_to is not None and _rank_count(_state_of(hook_state)) > 1:
+    if cast_to is not None and _rank_count(_state_of(hook, hook_state)) > 1:
         inner = (_compress(gradient, cast_to), parameter)
     return gradient.copy_(clamp_mean(_first(hook(hook_state, inner)), gradient.dtype))
 
@@ -167,13 +168,23 @@ def _rank_count(state: CompressState | None) -> int:
     return dist.get_world_size() if state is None else state.process_group.size()
 
 
-def _state_of(hook_state: Any) -> CompressState | None:
+def _module_of(hook: CommHook) -> str:
+    return str(getattr(hook, "__module__", ""))
+
+
+_HOOKS_WHOSE_NONE_IS_WORLD = ("ddp_compress_hooks.", "torch.distributed.algorithms.")
+
+
+def _state_of(hook: CommHook, hook_state: Any) -> CompressState | None:
     """Return the state that compares buckets; ``None`` if that of a foreign hook does not name its group.
 
-    In a state ``process_group=None`` means WORLD, as in PyTorch's.
+    In a state ``process_group=None`` means WORLD, as in PyTorch's. ``None`` as the state of a foreign hook
+    says nothing: the hook may know its group.
     """
     if isinstance(hook_state, CompressState):
         return hook_state
-    named = getattr(hook_state, "process_group", ...) if hook_state is not None else None
+    if hook_state is None and not _module_of(hook).startswith(_HOOKS_WHOSE_NONE_IS_WORLD):
+        return None
+    named = None if hook_state is None else getattr(hook_state, "process_group", ...)
     group = hook_state if isinstance(hook_state, (dist.ProcessGroup, DeviceMesh)) else named
     return as_state(group) if group is None or isinstance(group, (dist.ProcessGroup, DeviceMesh)) else None

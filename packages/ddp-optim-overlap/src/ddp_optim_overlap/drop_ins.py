@@ -174,11 +174,13 @@ def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> 
 
     Returns:
         A hook for ``register_comm_hook``, whose state is that of ``hook``. The ranks that train together are
-        those of that state if it is or has a process group, else WORLD. For one model only.
+        those of that state if it is or has a process group, else WORLD. For one model only, and without
+        DDP's ``skip_all_reduce_unused_params``, which :func:`overlap_optimizer` refuses: a hook does not know
+        its model, and ``backward()`` may wait without end.
 
     Raises:
         TypeError: ``hook`` is not callable, or ``optimizer_state`` is not an :class:`OptimizerHookState`.
-        OverlapError: In ``backward()``, what :func:`overlap_optimizer` raises.
+        RuntimeError: In ``backward()``, with the text of what :func:`overlap_optimizer` raises.
 
     Cost:
         The same as for :func:`overlap_optimizer`.

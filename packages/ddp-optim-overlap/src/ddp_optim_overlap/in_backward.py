@@ -14,7 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.drop_ins import EngineAtFirstBucket
 from ddp_optim_overlap.errors import ConfigError
-from ddp_optim_overlap.model import another_hook, averaged_parameters, comm_hooks, register_comm_hook
+from ddp_optim_overlap.model import (
+    another_hook,
+    averaged_parameters,
+    comm_hooks,
+    register_comm_hook,
+    replicated_ddp,
+)
 from ddp_optim_overlap.optimizers.admission import require_plain_step
 from ddp_optim_overlap.optimizers.step_hooks import note_writes
 from ddp_optim_overlap.passes.backward_pass import Stepper
@@ -52,8 +58,8 @@ def apply_optimizer_in_backward(
     """Give each parameter its own optimizer, which ``backward()`` steps; gradients are ``None`` afterwards.
 
     Outside DDP a parameter is stepped as soon as its gradient is complete. When a
-    ``DistributedDataParallel`` model with such parameters is called, it gets
-    :func:`apply_optim_in_backward_hook`: its parameters are stepped once they are averaged.
+    ``DistributedDataParallel`` model with such parameters is called, or a module given to ``replicate()``, it
+    gets :func:`apply_optim_in_backward_hook`: its parameters are stepped once they are averaged.
 
     Args:
         optimizer_class: Made once per parameter. A second call for a parameter adds another optimizer.
@@ -64,8 +70,8 @@ def apply_optimizer_in_backward(
     Raises:
         UnsupportedOptimizerError: The optimizer's step needs a closure.
         ConfigError: In the model's forward pass, if the model has another communication hook, or options
-            with which buckets come too late or not at all. In ``backward()``, if a parameter was frozen when
-            DDP was made.
+            with which buckets come too late or not at all.
+        RuntimeError: In ``backward()``, if a parameter was frozen when DDP was made.
 
     Cost:
         One optimizer object per parameter; see the README for the time of their steps. Prefer
@@ -120,7 +126,7 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
         ``None`` for WORLD. A parameter that no rank has used is left alone.
 
     Raises:
-        OverlapError: In ``backward()``, what :func:`overlap_optimizer` raises.
+        RuntimeError: In ``backward()``, with the text of what :func:`overlap_optimizer` raises.
 
     Cost:
         The same as for :func:`overlap_optimizer`, with one optimizer object per parameter.
@@ -188,31 +194,32 @@ def _watch_forward_passes() -> None:
 @torch.compiler.disable  # type: ignore[untyped-decorator] # torch's decorator
 def _claim(module: nn.Module, _: Any) -> None:
     """Before any module's forward pass: make sure that a DDP model averages before it steps."""
-    if not isinstance(module, DistributedDataParallel):
+    ddp = module if isinstance(module, DistributedDataParallel) else replicated_ddp(module)
+    if ddp is None:
         return
     # Others are stepped with the gradients of this rank, as in PyTorch.
     found = {
         parameter: ours
-        for parameter in averaged_parameters(module)
+        for parameter in averaged_parameters(ddp)
         if (ours := getattr(parameter, _OURS, None)) is not None and ours.optimizers
     }
-    for parameter in getattr(module, "_delay_all_reduce_params", ()):
+    for parameter in getattr(ddp, "_delay_all_reduce_params", ()):
         if _optimizers_of(parameter):
             raise ConfigError(
                 "an optimizer in backward has a parameter of delay_all_reduce_named_params, which DDP "
                 "averages after all others: leave it out there, or give it an optimizer that the loop steps"
             )
-    if all(module in ours.averaged_by for ours in found.values()):
+    if all(ddp in ours.averaged_by for ours in found.values()):
         return
-    if not comm_hooks(module):
-        hook = apply_optim_in_backward_hook(module.gradient_as_bucket_view)
-        register_comm_hook(module, weakref.ref(module), hook)
-    for hook, state in comm_hooks(module):
+    if not comm_hooks(ddp):
+        hook = apply_optim_in_backward_hook(ddp.gradient_as_bucket_view)
+        register_comm_hook(ddp, weakref.ref(ddp), hook)
+    for hook, state in comm_hooks(ddp):
         lazy = getattr(hook, "__self__", None)
         if not isinstance(lazy, EngineAtFirstBucket):
             raise another_hook(hook)
         if isinstance(lazy.stepper, _OwnOptimizers):
             lazy.stepper.expected = list(found)
-        lazy.start(state, module)
+        lazy.start(state, ddp)
     for ours in found.values():
-        ours.averaged_by.add(module)
+        ours.averaged_by.add(ddp)

@@ -110,8 +110,8 @@ def require_one_first_bucket(ddp: DistributedDataParallel) -> None:
     """
     if not ddp.static_graph:
         return
-    kinds = {(one.dtype, one.device) for one in ddp.parameters() if one.requires_grad}
-    if len(kinds) + len(sparse_parameters(ddp.module)) > 1:
+    kinds = {(one.dtype, one.device) for one in averaged_parameters(ddp) if one.requires_grad}
+    if len(kinds) + len(sparse_parameters(ddp)) > 1:
         raise ConfigError(
             "DDP(static_graph=True) does not tell the buckets of its first pass apart, of which there are "
             "several where parameters have several dtypes or devices, or sparse gradients: leave "
@@ -150,12 +150,14 @@ def averaged_parameters(ddp: DistributedDataParallel) -> set[torch.Tensor]:
     }
 
 
-def sparse_parameters(module: nn.Module) -> dict[torch.Tensor, str]:
-    """Return the parameters with sparse gradients, found as DDP itself finds them, with their names."""
+def sparse_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
+    """Return averaged parameters with sparse gradients, found as DDP itself finds them, with their names."""
+    averaged = averaged_parameters(ddp)
     return {
         part.weight: f"{name}.weight".lstrip(".")
-        for name, part in module.named_modules()
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.requires_grad
+        for name, part in ddp.module.named_modules()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+        if part.weight in averaged and part.weight.requires_grad
     }
 
 

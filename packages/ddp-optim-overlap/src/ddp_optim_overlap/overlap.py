@@ -233,7 +233,7 @@ def overlap_optimizer(
     require_separate_memory(optimizers)
     if comm_hook is not None:
         require_group(ddp, comm_hook, comm_state)
-    sparse = sparse_parameters(ddp.module)
+    sparse = sparse_parameters(ddp)
     for one in optimizers:
         require_plain_step(one)
         require_step_per_parameter(one, declared=steps_per_parameter, sparse=sparse)

@@ -39,8 +39,8 @@ def quantized_allreduce_hook(
         TypeError: ``state`` is not a state, the bucket is not of a floating-point dtype, or the model is
             compiled with DDP's Python reducer, which hands over no buckets. Before any communication.
         ValueError: This rank is not in the group; before any communication.
-        RuntimeError: A peer failed; raised by ``backward()``, or by the next one if the peer had already sent
-            all that this step needed from it.
+        RuntimeError: A peer failed, or memory for residuals is missing; raised by ``backward()``, or by the
+            next one if the peer had already sent all that this step needed from it.
 
     Cost:
         With a block of 128 and 8 bits, two hosts of one rank send 1.03 bytes a value each, and H hosts
@@ -68,7 +68,7 @@ def quantized_allreduce_hook(
             state.require_same_bucket("quantized_allreduce_hook", bucket)
             return _average(state, step, bucket)
         except (RuntimeError, MemoryError) as error:
-            worker.fail(error)  # the peers hear of it
+            worker.fail(error)  # the peers hear of it if they have a private group
             return failed_future(error, buffer)
 
 

@@ -175,7 +175,7 @@ class Engine:
         if last:
             current.stage = PassStage.COMPLETE
             self.gradients.forget_arrivals()
-            if self.passes == 1:
+            if self._ddp_drops_buffers():
                 self._known_buckets.forget()
             failed = self.state.phase is Phase.FAILED
             self._peers.meet(self.passes, current, bucket.buffer().device, failed=failed)
@@ -229,6 +229,14 @@ class Engine:
             raise ConfigError(f"the communication hook must return a future, got {type(averaged).__name__}")
         return averaged
 
+    def _ddp_drops_buffers(self) -> bool:
+        """Return whether DDP makes new buffers for its next pass.
+
+        It rebuilds its buckets after the first one, and with ``lazy_bucket_allocation`` (torch 2.15) it has
+        buffers only during a backward pass.
+        """
+        return self.passes == 1 or getattr(self._model(), "lazy_bucket_allocation", False)
+
     def _ddp_sends_last(self) -> bool:
         """Return whether DDP may send its record of used parameters after the last hook.
 
@@ -265,6 +273,7 @@ class Engine:
         after_backward(partial(after_backward, partial(finish, mark)))
 
     def _finish(self, current: BackwardPass) -> None:
+        current.wait()  # DDP has, except with require_manual_backward_finalization (torch 2.15)
         current.end()
         if current.failure is not None:
             self.state.raise_error()

@@ -156,7 +156,7 @@ class Call:
                         future.wait()
                     return None
             except (RuntimeError, MemoryError) as error:
-                worker.fail(error)  # the peers hear of it
+                worker.fail(error)  # the peers hear of it if they have a private group
                 if result is not None:
                     return failed_future(error, like)
                 raise

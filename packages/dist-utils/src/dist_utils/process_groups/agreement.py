@@ -185,9 +185,10 @@ _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref
 def _next_place(group: dist.ProcessGroup, store: Any) -> str:
     """Return the beginning of the keys of a group's next meeting, the first that is not over.
 
-    A job that torchrun restarts finds the store of its last attempt, if that is the agent's. (If agents count
-    attempts differently, the ranks do not meet in ``init_process_group`` either.) A new group in one process
-    may find that of an earlier group with its name; and torch may give disjoint groups the same name.
+    A job that torchrun restarts finds the store of its last attempt, if that is the agent's. (Agents of
+    several machines may count attempts differently: their ranks do not meet, and the job must be started
+    anew.) A new group in one process may find that of an earlier group with its name; and torch may give
+    disjoint groups the same name.
     """
     in_agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if in_agents_store else "0"

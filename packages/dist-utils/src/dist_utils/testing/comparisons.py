@@ -28,7 +28,8 @@ def same_bits(left: Any, right: Any) -> bool:
         right: Likewise.
 
     Raises:
-        TypeError: A part is an iterator, a module or an optimizer, whose ``repr`` does not show its contents.
+        TypeError: A part is an iterator, a module or an optimizer, whose ``repr`` does not show its contents,
+            or a tensor of a class that handles its memory itself, such as a ``DTensor``.
 
     Example:
         >>> same_bits({"a": torch.tensor([0.0, float("nan")])}, {"a": torch.tensor([0.0, float("nan")])})
@@ -47,6 +48,7 @@ def same_on_all_ranks(values: Any, group: GroupLike = None) -> bool:
         group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
 
     Raises:
+        TypeError: As :func:`same_bits`, on a rank that has such a part; the others wait for it.
         RuntimeError, TypeError, ValueError: As :func:`dist_utils.resolve_group`.
 
     Cost:
