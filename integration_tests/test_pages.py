@@ -59,6 +59,8 @@ def _names():
         "x": batch,
         "nodes": 2,
         "ranks_per_node": 1,
+        "sockets": 2,
+        "gpus_per_socket": 1,
     }
 
 
