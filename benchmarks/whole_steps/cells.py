@@ -74,8 +74,8 @@ CELLS = (
     Cell("7M", 2, "10gbit"),
     Cell("7M", 2, "0.1gbit"),
     Cell("MLP", 2, "1gbit"),
-    Cell("conv", 2, "1gbit"),
     Cell("60M", 2, "1gbit"),
+    Cell("conv", 2, "1gbit"),
 )
 """All cells, in the order of the tables."""
 MAIN = (CELLS[0], CELLS[1], CELLS[4])

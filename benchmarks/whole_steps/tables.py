@@ -31,7 +31,8 @@ README_CELLS = (
 
 def tables(results: dict[str, Any]) -> str:
     """Return all tables."""
-    cells = results.get("cells", {})
+    measured = results.get("cells", {})
+    cells = {cell.name: measured[cell.name] for cell in CELLS if cell.name in measured}
     parts = [heading(cells)] if cells else []
     for model in dict.fromkeys(map(_model, cells)):
         of_model = {name: cell for name, cell in cells.items() if _model(name) == model}
@@ -130,11 +131,10 @@ def _gains(cells: dict[str, Any]) -> Iterator[str]:
 
 
 def _choices(cells: dict[str, Any]) -> Iterator[list[str]]:
-    for name in (cell.name for cell in CELLS if cell.name in cells):
-        sides = cells[name]["sides"]
-        times = {side: found["median_ms"] for side, found in sides.items() if "median_ms" in found}
+    for name, cell in cells.items():
+        times = {side: found["median_ms"] for side, found in cell["sides"].items() if "median_ms" in found}
         if "auto" in times:
-            chosen = sides["auto"]["chosen"]
+            chosen = cell["sides"]["auto"]["chosen"]
             best = min(CANDIDATES & times.keys(), key=lambda candidate: times[candidate])
             share = f"{times['auto'] / times[best]:.2f} ({label(best)})"
             yield [name, chosen["candidate"], str(chosen["steps"]), share]

@@ -85,6 +85,15 @@ def _hook_in_backward(ddp, state):
     ddp.register_comm_hook(state, apply_optim_in_backward_hook(False))
 
 
+def _pass_over(model, data, optimizer):
+    """Train with the optimizer, or without, if ``backward()`` steps."""
+    for x in data:
+        backward(model, x)
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad()
+
+
 def _of(name):
     kind, options = OPTIMIZERS[name]
     return lambda ddp: kind(ddp.parameters(), **options)
@@ -240,11 +249,7 @@ def check_in_backward_replicated(*, overlapped):
     optimizer = sgd(model)
     if overlapped:
         apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    for x in batches(3):
-        backward(model, x)
-        if not overlapped:
-            optimizer.step()
-        model.zero_grad()
+    _pass_over(model, batches(3), None if overlapped else optimizer)
     return snapshot(model)
 
 
@@ -277,11 +282,7 @@ def check_in_backward_wrapped_again(*, overlapped):
         apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
     for wrap in (make_ddp, make_ddp, lambda net: net):
         model = wrap(net)
-        for x in batches(2):
-            backward(model, x)
-            if not overlapped:
-                optimizer.step()
-            model.zero_grad()
+        _pass_over(model, batches(2), None if overlapped else optimizer)
         del model
         gc.collect()
     torch.save(net, io.BytesIO())

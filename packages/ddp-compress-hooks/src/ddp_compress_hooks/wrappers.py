@@ -25,6 +25,8 @@ from dist_utils.comm_hooks import (
 )
 from dist_utils.torch_compat import GradBucket, profiler_range
 
+_HOOKS_WHOSE_NONE_IS_WORLD = ("ddp_compress_hooks.", "torch.distributed.algorithms.")
+
 
 def fp16_compress_wrapper(hook: CommHook) -> CommHook:
     """Return a hook that casts the bucket to ``torch.float16``, runs ``hook`` on it, and casts back.
@@ -41,7 +43,8 @@ def fp16_compress_wrapper(hook: CommHook) -> CommHook:
         A hook that takes the state of ``hook`` as its first argument. Its result is the bucket's original
             buffer, in the original dtype. At world size 1 ``hook`` gets the bucket unchanged; a sparse
             bucket is always left to ``hook``. If the state is a process group, or has one as
-            ``process_group``, its ranks compare new buckets before they are cast.
+            ``process_group``, its ranks compare new buckets before they are cast; with ``None``, those of
+            WORLD do if ``hook`` is ours or PyTorch's.
 
     Raises:
         TypeError: ``hook`` is not callable. The hook itself raises it if the bucket's dtype is not
@@ -170,9 +173,6 @@ def _rank_count(state: CompressState | None) -> int:
 
 def _module_of(hook: CommHook) -> str:
     return str(getattr(hook, "__module__", ""))
-
-
-_HOOKS_WHOSE_NONE_IS_WORLD = ("ddp_compress_hooks.", "torch.distributed.algorithms.")
 
 
 def _state_of(hook: CommHook, hook_state: Any) -> CompressState | None:

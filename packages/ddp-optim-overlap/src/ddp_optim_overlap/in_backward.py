@@ -18,8 +18,8 @@ from ddp_optim_overlap.model import (
     another_hook,
     averaged_parameters,
     comm_hooks,
+    ddp_of,
     register_comm_hook,
-    replicated_ddp,
 )
 from ddp_optim_overlap.optimizers.admission import require_plain_step
 from ddp_optim_overlap.optimizers.step_hooks import note_writes
@@ -194,7 +194,7 @@ def _watch_forward_passes() -> None:
 @torch.compiler.disable  # type: ignore[untyped-decorator] # torch's decorator
 def _claim(module: nn.Module, _: Any) -> None:
     """Before any module's forward pass: make sure that a DDP model averages before it steps."""
-    ddp = module if isinstance(module, DistributedDataParallel) else replicated_ddp(module)
+    ddp = ddp_of(module)
     if ddp is None:
         return
     # Others are stepped with the gradients of this rank, as in PyTorch.

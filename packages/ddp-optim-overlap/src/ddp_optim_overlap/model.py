@@ -34,9 +34,7 @@ def inner_ddp(model: object) -> DistributedDataParallel:
     Raises:
         TypeError: Its gradients are not averaged by ``DistributedDataParallel``.
     """
-    if isinstance(model, DistributedDataParallel):
-        return model
-    found = replicated_ddp(model) if isinstance(model, torch.nn.Module) else None
+    found = ddp_of(model) if isinstance(model, torch.nn.Module) else None
     if found is not None:
         return found
     kind = type(model).__name__
@@ -45,16 +43,18 @@ def inner_ddp(model: object) -> DistributedDataParallel:
     raise TypeError(f"ddp must be a DistributedDataParallel, or a module given to replicate(), got {kind}")
 
 
-def replicated_ddp(module: torch.nn.Module) -> DistributedDataParallel | None:
-    """Return the ``DistributedDataParallel`` by which ``replicate()`` averages a module's gradients.
+def ddp_of(module: torch.nn.Module) -> DistributedDataParallel | None:
+    """Return the ``DistributedDataParallel`` that averages a module's gradients: it, or ``replicate()``'s.
 
     ``torch.distributed._composable.replicate`` makes it in the first ``forward()``; it is made now if that is
     still to come, which communicates like making such a model. It has the module's parameters, in a list, and
     not the module. No public name up to torch 2.15.
 
     Returns:
-        ``None`` if the module was not given to ``replicate()``.
+        ``None`` if the module is neither such a model nor was given to ``replicate()``.
     """
+    if isinstance(module, DistributedDataParallel):
+        return module
     composable: Any = sys.modules.get("torch.distributed._composable.replicate")
     if composable is None or not isinstance(module, composable.DDP):
         return None
