@@ -60,13 +60,14 @@ def test_the_end_of_a_backward_pass():
 
     def notice(_):
         assert torch_compat.inside_backward()
-        torch_compat.after_backward(lambda: order.append("end"))
+        torch_compat.after_backward(lambda: order.append("after the end"))
+        torch_compat.at_end_of_backward(lambda: order.append("end"))
 
     x.register_hook(lambda _: order.append("first layer"))
     y.register_hook(notice)
     y.sum().backward()
     order.append("behind backward()")
-    assert order == ["first layer", "end", "behind backward()"]
+    assert order == ["first layer", "end", "after the end", "behind backward()"]
 
 
 def test_nothing_is_called_after_a_backward_pass_that_failed():

@@ -13,6 +13,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,6 +34,7 @@ __all__ = [
     "MissingTorchFeatureError",
     "after_backward",
     "all_gather_single",
+    "at_end_of_backward",
     "default_store",
     "every_thread",
     "graph_task_id",
@@ -128,12 +130,13 @@ def inside_nested_backward() -> bool:
     return any(True for _ in surrounding_nodes())
 
 
-def after_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the backward pass that this thread is running has ended without an error.
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward pass that this thread is running has no node left to run.
 
-    By then everything that torch does at its end has happened, including the end of DistributedDataParallel's
-    reduction. The callback runs in the thread that ends the pass, which is still inside ``backward()``; its
-    errors are raised by ``backward()``. Nothing is called if the pass fails.
+    DistributedDataParallel ends its reduction in such a callback, which it queues when its last communication
+    hook has returned. They run in the order in which they were queued, in the thread that ends the pass, which
+    is still inside ``backward()``; their errors are raised by ``backward()``. Nothing is called if the pass
+    fails.
 
     ``torch.autograd.graph.queue_callback`` where it exists (2.15), else its private predecessor.
     """
@@ -141,9 +144,15 @@ def after_backward(callback: Callable[[], None]) -> None:
     if queue is None:
         engine = private(torch.autograd.Variable, "_execution_engine", "the end of a backward pass")
         queue = engine.queue_callback
-    # DDP queues its own end as soon as its last communication hook has returned. A callback that is queued by
-    # a callback runs after it.
-    queue(lambda: queue(callback))
+    queue(callback)
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Do the same as :func:`at_end_of_backward`, after all that torch does at the end of the pass.
+
+    That includes the end of DistributedDataParallel's reduction.
+    """
+    at_end_of_backward(partial(at_end_of_backward, callback))  # queued behind all others
 
 
 GROUPS_END_WITHOUT_GIL: bool = hasattr(dist.ProcessGroup, "shutdown")
