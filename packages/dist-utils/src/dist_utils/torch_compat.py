@@ -134,9 +134,9 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward pass that this thread is running has no node left to run.
 
     DistributedDataParallel ends its reduction in such a callback, which it queues when its last communication
-    hook has returned. They run in the order in which they were queued, in the thread that ends the pass, which
-    is still inside ``backward()``; their errors are raised by ``backward()``. Nothing is called if the pass
-    fails.
+    hook has returned. They run in the order in which they were queued, in the thread that ends the pass,
+    which is still inside ``backward()``; their errors are raised by ``backward()``. Nothing is called if the
+    pass fails.
 
     ``torch.autograd.graph.queue_callback`` where it exists (2.15), else its private predecessor.
     """
