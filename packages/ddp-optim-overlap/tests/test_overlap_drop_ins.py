@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import io
 import warnings
 import weakref
@@ -36,6 +37,7 @@ from ddp_optim_overlap import (
     ConfigError,
     DoubleBackwardError,
     OptimizerHookState,
+    StepError,
     UnsupportedOptimizerError,
     apply_optim_in_backward_hook,
     apply_optimizer_in_backward,
@@ -220,6 +222,24 @@ def check_unused_is_moved_by_hook_then_optimizer():
     before = ddp.module.layers[1].weight.detach().clone()
     backward(ddp, batches(1)[0])
     assert_same(ddp.module.layers[1].weight.detach(), before.add(before * 0.5, alpha=-0.1))
+
+
+def check_a_last_bucket_left_out():
+    """A hook does not know that DDP leaves buckets out: backward() does not wait for them, step() raises."""
+    if "skip_all_reduce_unused_params" not in inspect.signature(DistributedDataParallel).parameters:
+        return  # torch 2.6
+    net = Net()
+    net.conv.requires_grad_(False)  # the last bucket has only the first layer
+    ddp = make_ddp(net, find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    optimizer = sgd(ddp)
+    _hook(ddp, optimizer)
+    backward(ddp, batches(1)[0])
+    optimizer.step()
+    ddp.zero_grad()
+    ddp.module.skipped = (0,)
+    backward(ddp, batches(1)[0])
+    with pytest.raises(StepError, match="skip_all_reduce_unused_params"):
+        optimizer.step()
 
 
 @as_ordinary

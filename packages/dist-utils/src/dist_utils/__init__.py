@@ -50,4 +50,4 @@ __all__ = [
     "verify_param_shape_across_processes",
 ]
 
-__version__ = "1.0.3"
+__version__ = "1.1.0"

@@ -178,6 +178,14 @@ class BackwardPass:
             self._announce(worker)
         return done
 
+    def announce_rest(self, worker: OrderedWorker) -> None:
+        """Let the worker step what DDP is about to wait for, if no last bucket has come.
+
+        A hook does not know whether DDP leaves the last one out (``skip_all_reduce_unused_params``).
+        """
+        if self.stage is PassStage.BEGUN and self.failure is None:
+            self._announce(worker)
+
     def _announce(self, worker: OrderedWorker) -> None:
         """Let the worker step the buckets that wait for others, unless it has taken them already."""
         count, self._bytes_since = len(self._queue), 0

@@ -24,7 +24,13 @@ from ddp_optim_overlap.report import StepReport
 from dist_utils import AgreementError, OrderedWorker, require_same_terms
 from dist_utils.comm_hooks import CommHook, failed_future, is_pair
 from dist_utils.process_groups import error_text, same_error
-from dist_utils.torch_compat import GradBucket, after_backward, graph_task_id, inside_backward
+from dist_utils.torch_compat import (
+    GradBucket,
+    after_backward,
+    at_end_of_backward,
+    graph_task_id,
+    inside_backward,
+)
 
 
 class Engine:
@@ -129,7 +135,7 @@ class Engine:
             self._shares_used = self._skips_unused and may_leave_out(model)
         _require_agreement(worker.agree)
         if kind is PassKind.STEPS:
-            self._begin_to_step(current)
+            self._begin_to_step(worker, current)
         elif kind is PassKind.JOINED:
             self._stepper.join()
 
@@ -150,8 +156,8 @@ class Engine:
         # communication but does not step, as in the ordinary loop.
         return PassKind.STEPS if inside_backward() else PassKind.JOINED
 
-    def _begin_to_step(self, current: BackwardPass) -> None:
-        self._follow_graph_task(current)  # from here on, others ask whether the pass runs
+    def _begin_to_step(self, worker: OrderedWorker, current: BackwardPass) -> None:
+        self._follow_graph_task(worker, current)  # from here on, others ask whether the pass runs
         self.state.begin()
         self._stepper.begin()
         averaged = self._known_buckets.parameters
@@ -186,7 +192,7 @@ class Engine:
     ) -> torch.futures.Future[torch.Tensor]:
         """Return a future that completes when a bucket is averaged and, if the pass steps, stepped."""
         if current.kind is PassKind.STEPS:
-            self._follow_graph_task(current)
+            self._follow_graph_task(worker, current)
         current.buckets += 1
         gradients = self._known_buckets.gradients(bucket)
         if last:
@@ -247,7 +253,7 @@ class Engine:
 
     # ---- the end of a pass ----
 
-    def _follow_graph_task(self, current: BackwardPass) -> None:
+    def _follow_graph_task(self, worker: OrderedWorker, current: BackwardPass) -> None:
         """Finish the pass at the end of the graph task that hands over its last bucket.
 
         Every backward pass is one task of torch's engine, and a pass inside it, such as a checkpoint's, is
@@ -268,6 +274,7 @@ class Engine:
             if current.stage is PassStage.COMPLETE:
                 self._finish(current)
 
+        at_end_of_backward(partial(current.announce_rest, worker))
         # After what communication hooks do at the end: states with error feedback look at ``.grad`` to see
         # which parameters no rank has used.
         after_backward(partial(after_backward, partial(finish, mark)))
@@ -287,7 +294,8 @@ class Engine:
         current.fail(
             StepError(
                 f"the backward pass ended after {current.buckets} buckets, with an error or because "
-                "parameters got no gradient, which DDP allows with find_unused_parameters=True only"
+                "parameters got no gradient, which DDP allows with find_unused_parameters=True only, without "
+                "skip_all_reduce_unused_params"
             )
         )
         current.end()
