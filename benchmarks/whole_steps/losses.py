@@ -30,7 +30,8 @@ HOW_LONG, THIN, WARM_UP, AVERAGED = 200, 10, 20, 50
 """Steps, steps in a point of a curve, in which the learning rate rises, in a loss after equal time."""
 DILOCO = "diloco"
 OVERLAPPED = "8bits" + OVERLAP
-LEARNERS = [PLAIN, "fp16", "bf16", "8bits", OVERLAPPED, "4bits", "powersgd-one", "powersgd4-one", DILOCO]
+FEW_BITS = ["8bits", OVERLAPPED, "4bits", "4bits-none"]
+LEARNERS = [PLAIN, "fp16", "bf16", *FEW_BITS, "powersgd-one", "powersgd4-one", DILOCO]
 LEARNT = ("7M", "conv")
 LABEL = {**LABELS, OVERLAPPED: label(OVERLAPPED), DILOCO: "DiLoCo, 8 bits every 20 steps"}
 
