@@ -3,7 +3,6 @@
     python benchmarks/bench_quant_convergence.py           # everything; takes minutes, and needs scikit-learn
     python benchmarks/bench_quant_convergence.py digits --steps 50 --seeds 1 --output build/short.json
     python benchmarks/bench_quant_convergence.py language --steps 2000 --output FILE  # an hour
-    python benchmarks/bench_quant_convergence.py --feedback  # 8 bits with and without error feedback, alone
 
 Four real ranks on Gloo, DistributedDataParallel, several buckets a step. Two tasks:
 
@@ -17,9 +16,9 @@ another path: a nonzero difference by itself is not harmful (``training.against_
 Memory is what tensors take at the end of training beyond those of fp32, for each value, on the rank that has
 most: residuals, and the buffers of messages.
 
-Writes results/quant_convergence.json and .png; with --feedback results/feedback.json. The run of 2,000 steps
-is results/quant_convergence_2000_steps.json. The times show only the order of magnitude, because all ranks
-share one machine.
+Writes results/quant_convergence.json and .png. The run of 2,000 steps is
+results/quant_convergence_2000_steps.json. The times show only the order of magnitude, because all ranks share
+one machine.
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ from __future__ import annotations
 import gc
 import itertools
 import statistics
-import sys
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from drawing import BLUE, GRAY, VERMILION, name_ends, save, subplots
-from harness import RESULTS, Benchmark, Found
+from harness import Benchmark, Found
 from tasks import TASKS, Task
 from torch.nn.parallel import DistributedDataParallel
 from training import (
@@ -91,7 +89,6 @@ CONFIGURATIONS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
     'int4, feedback "none"': (_quantized(bits=4, error_feedback="none"), quantized_allreduce_hook),
     "per channel": (_no_state, quantization_perchannel_hook),
 }
-FEEDBACK = (REFERENCE, "int8", 'int8, feedback "both"')
 
 
 @dataclass(frozen=True)
@@ -158,13 +155,11 @@ def train_once(task: Task, configuration: str, seed: int, steps: int) -> Run:
     )
 
 
-def train_all(
-    rank: int, name: str, seeds: int, steps: int, configurations: Sequence[str]
-) -> dict[tuple[str, int], Run]:
-    """Train on one rank with these configurations and every seed."""
+def train_all(rank: int, name: str, seeds: int, steps: int) -> dict[tuple[str, int], Run]:
+    """Train on one rank with every configuration and seed."""
     task = TASKS[name]()
     runs = {}
-    for seed, configuration in itertools.product(range(seeds), configurations):
+    for seed, configuration in itertools.product(range(seeds), CONFIGURATIONS):
         runs[configuration, seed] = run = train_once(task, configuration, seed, steps)
         # The model is in a reference cycle, and keeps its buckets and its hook's state.
         gc.collect()
@@ -215,8 +210,7 @@ def summarize(runs: dict[tuple[str, int], Run], seeds: int, steps: int) -> dict[
 
 def compare(name: str, options: Namespace) -> Iterator[Found]:
     """Train a task with every configuration."""
-    configurations = FEEDBACK if options.feedback else tuple(CONFIGURATIONS)
-    wanted = (name, options.seeds, options.steps, configurations)
+    wanted = (name, options.seeds, options.steps)
     runs = run_ranks(train_all, RANKS, *wanted, timeout=3600 + 20 * options.steps)[0]
     found = summarize(runs, options.seeds, options.steps)
     title = f"{name}: {found['parameters']} parameters, {options.steps} steps, {options.seeds} seed(s)"
@@ -255,10 +249,6 @@ def main() -> None:
     benchmark = Benchmark(__file__, __doc__)
     benchmark.parser.add_argument("--steps", type=int, default=500, help=f"at least {THIN}")
     benchmark.parser.add_argument("--seeds", type=int, default=3)
-    benchmark.parser.add_argument("--feedback", action="store_true", help="only error feedback of 8 bits")
-    feedback = "--feedback" in sys.argv
-    if feedback:
-        benchmark.parser.set_defaults(output=RESULTS / "feedback.json")
     torch.set_num_threads(1)  # as in the ranks
     benchmark.run(
         {name: partial(compare, name) for name in TASKS},
@@ -270,7 +260,7 @@ def main() -> None:
             "seeds": options.seeds,
             "curves": f"means of {THIN} steps up to each of curve_steps, and of all seeds",
         },
-        draw=None if feedback else draw,
+        draw=draw,
     )
 
 
