@@ -175,8 +175,8 @@ def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> 
     Returns:
         A hook for ``register_comm_hook``, whose state is that of ``hook``. The ranks that train together are
         those of that state if it is or has a process group, else WORLD. For one model only, and without
-        DDP's ``skip_all_reduce_unused_params``: as a hook does not know its model, this is noticed when the
-        optimizer's ``step()`` or the next ``backward()`` finds that buckets are missing.
+        DDP's ``skip_all_reduce_unused_params``: as a hook does not know its model, ``backward()`` raises when
+        a bucket was left out, or for the last bucket the optimizer's ``step()`` or the next ``backward()``.
 
     Raises:
         TypeError: ``hook`` is not callable, or ``optimizer_state`` is not an :class:`OptimizerHookState`.

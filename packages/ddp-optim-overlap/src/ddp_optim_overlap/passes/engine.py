@@ -99,9 +99,9 @@ class Engine:
         try:
             if bucket.index() == 0:
                 self._begin()
-            elif self._worker is not None and self._current.stage is not PassStage.BEGUN:
+            elif self._worker is not None and bucket.index() != self._current.buckets:
                 raise ConfigError(
-                    "DDP has not handed over the first bucket of this backward pass, as with "
+                    "DDP has left out a bucket of this backward pass, as with "
                     "skip_all_reduce_unused_params=True: leave that option out"
                 )
             return self._take(self._current, bucket)
@@ -274,7 +274,8 @@ class Engine:
             if current.stage is PassStage.COMPLETE:
                 self._finish(current)
 
-        at_end_of_backward(partial(current.announce_rest, worker))
+        if self._model() is None:
+            at_end_of_backward(partial(current.announce_rest, worker))
         # After what communication hooks do at the end: states with error feedback look at ``.grad`` to see
         # which parameters no rank has used.
         after_backward(partial(after_backward, partial(finish, mark)))
