@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.fsdp.checks import Handle, KeyOf, ShardedModule
+from ddp_quant_hooks.fsdp.handle import BeginUse, Handle
+from ddp_quant_hooks.fsdp.sharded_module import ShardedModule
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from ddp_quant_hooks.tensors.all_reduce import all_reduce
 from dist_utils.process_groups import record_use
@@ -64,7 +65,7 @@ def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) 
 
 
 class _BetweenNodes(Handle):
-    _name, _method, _record = "quantize_all_reduce", "set_all_reduce_hook", "_all_reduce_hook"
+    _function, _method, _record = "quantize_all_reduce", "set_all_reduce_hook", "_all_reduce_hook"
     _same_shards = True
 
     def _refuse_module(self, module: ShardedModule, ranks: list[int]) -> None:
@@ -76,7 +77,7 @@ class _BetweenNodes(Handle):
                 "mesh=mesh['shard']) with one dimension, the ranks of a node (instead of replicate(): a mesh "
                 "of one rank), and give the state the other: the ranks with the same shard on all nodes"
             )
-        if module.reduction(self._record) is not None:
+        if module.collective(self._record) is not None:
             raise ValueError(f"module {module.name!r} has an all-reduce hook")
         shared = sorted(set(ranks) & set(module.shard_ranks) - {dist.get_rank()})
         if shared:
@@ -85,13 +86,13 @@ class _BetweenNodes(Handle):
                 "the group must join ranks with the same shard on different nodes"
             )
 
-    def _hook_of(self, module: ShardedModule, key_of: KeyOf) -> Any:
+    def _hook_of(self, module: ShardedModule, begin_use: BeginUse) -> Any:
         """Return what averages a module's gradients, in place, as FSDP has reduced them."""
-        return partial(_average, module, self._state, key_of)
+        return partial(_average, module, self._state, begin_use)
 
 
 def _average(
-    module: ShardedModule, state: QuantizedAllreduceState, key_of: KeyOf, reduced: torch.Tensor
+    module: ShardedModule, state: QuantizedAllreduceState, begin_use: BeginUse, reduced: torch.Tensor
 ) -> None:
     if not module.group.all_reduce_grads:
         raise ValueError(
@@ -101,4 +102,4 @@ def _average(
     record_use(reduced)  # made on FSDP's reduce-scatter stream, which owns its memory
     # A factor divides the sum over all ranks, as on a mesh for HSDP.
     op = dist.ReduceOp.SUM if module.has_divide_factor else dist.ReduceOp.AVG
-    all_reduce(reduced, op, state, key=key_of(reduced, 1))
+    all_reduce(reduced, op, state, key=begin_use(reduced, 1))

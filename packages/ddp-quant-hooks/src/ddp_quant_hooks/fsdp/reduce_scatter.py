@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.fsdp.checks import Handle, KeyOf, ShardedModule
+from ddp_quant_hooks.fsdp.handle import BeginUse, Handle
+from ddp_quant_hooks.fsdp.sharded_module import ShardedModule
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from ddp_quant_hooks.tensors.shards import reduce_scatter_tensor
 
@@ -49,12 +50,16 @@ def quantize_reduce_scatter(model: torch.nn.Module, state: QuantizedAllreduceSta
 
 
 class _AcrossShards(Handle):
-    _name, _method, _record = "quantize_reduce_scatter", "set_custom_reduce_scatter", "_reduce_scatter_comm"
+    _function, _method, _record = (
+        "quantize_reduce_scatter",
+        "set_custom_reduce_scatter",
+        "_reduce_scatter_comm",
+    )
     _same_shards = False
 
     def _refuse_module(self, module: ShardedModule, ranks: list[int]) -> None:
         """Raise unless ``ranks`` are those that this module is sharded over."""
-        if isinstance(module.reduction(self._record), _ReduceScatter):
+        if isinstance(module.collective(self._record), _ReduceScatter):
             raise ValueError(f"module {module.name!r} has the reduce-scatter of another state")  # noqa: TRY004
         if module.shard_ranks != ranks:
             raise ValueError(
@@ -62,9 +67,9 @@ class _AcrossShards(Handle):
                 f"group has ranks {ranks}"
             )
 
-    def _hook_of(self, module: ShardedModule, key_of: KeyOf) -> Any:
+    def _hook_of(self, module: ShardedModule, begin_use: BeginUse) -> Any:
         """Return what reduces and scatters a module's gradients."""
-        return _ReduceScatter(module, self._state, key_of)
+        return _ReduceScatter(module, self._state, begin_use)
 
 
 class _ReduceScatter:
@@ -75,11 +80,11 @@ class _ReduceScatter:
     Args:
         module: The module.
         state: The state that reduces.
-        key_of: Gives the key of a use.
+        begin_use: Begins a use, and gives its key.
     """
 
-    def __init__(self, module: ShardedModule, state: QuantizedAllreduceState, key_of: KeyOf) -> None:
-        self._module, self._state, self._key_of = module, state, key_of
+    def __init__(self, module: ShardedModule, state: QuantizedAllreduceState, begin_use: BeginUse) -> None:
+        self._module, self._state, self._begin_use = module, state, begin_use
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for an input or an output."""
@@ -94,5 +99,5 @@ class _ReduceScatter:
                 f"quantize_reduce_scatter: module {self._module.name!r}: FSDP asks for neither sum nor mean: "
                 "call set_force_sum_reduction_for_comms(True) where a divide factor is set"
             )
-        key = self._key_of(input_tensor, len(self._module.shard_ranks))
+        key = self._begin_use(input_tensor, len(self._module.shard_ranks))
         reduce_scatter_tensor(output_tensor, input_tensor, op, self._state, key=key)

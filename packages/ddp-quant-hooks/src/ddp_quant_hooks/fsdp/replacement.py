@@ -1,0 +1,93 @@
+"""A collective of FSDP2 that is replaced in all modules of a model, after checks on all ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+
+from ddp_quant_hooks.fsdp.sharded_module import ShardedModule, sharded_modules
+
+
+class Replacement(ABC):
+    """One of FSDP's collectives, replaced in every FSDP module of a model until :meth:`remove`.
+
+    Args:
+        model: The model.
+
+    Raises:
+        TypeError: The model is not a module.
+        ValueError: This rank cannot replace it. The other ranks get an ``AgreementError``, which all ranks
+            get if their modules differ.
+        MissingTorchFeatureError: This torch cannot replace it.
+    """
+
+    _function: ClassVar[str]
+    """The name of the user's function, for messages."""
+    _method: ClassVar[str]
+    """The method of ``FSDPModule`` that sets what FSDP calls."""
+    _record: ClassVar[str]
+    """What it sets, by the name in FSDP's record."""
+    _purpose: ClassVar[str]
+    """What the model's modules lack without it, for messages."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"{self._function}: model must be a module, got {type(model).__name__}")
+        self._model = model
+        self._modules: list[ShardedModule] = []
+        self._replaced: list[tuple[ShardedModule, Any, Any]] = []
+        self._found_no_later_module = False
+        problem = None
+        try:
+            self._modules = sharded_modules(model, self._function, self._method)
+            self._refuse()
+        except ValueError as error:  # the other ranks must hear of it
+            problem = ValueError(f"{self._function}: {error}")
+        self._agree(problem)
+
+    @abstractmethod
+    def _refuse(self) -> None:
+        """Raise a ``ValueError`` if this rank cannot replace the collective of one of the modules."""
+
+    @abstractmethod
+    def _agree(self, problem: ValueError | None) -> None:
+        """Compare the modules with other ranks.
+
+        Raises:
+            ValueError: ``problem``, if there is one.
+            AgreementError: The modules differ, or another rank has a problem.
+        """
+
+    @abstractmethod
+    def _substitute(self, module: ShardedModule) -> Any:
+        """Return what FSDP is to call for a module."""
+
+    def _replace(self) -> None:
+        """Set the substitutes."""
+        for module in self._modules:
+            ours = self._substitute(module)
+            self._replaced.append((module, ours, module.collective(self._record)))
+            getattr(module.module, self._method)(ours)
+
+    def remove(self) -> None:
+        """Restore what FSDP did before. A second call does nothing."""
+        for module, ours, before in self._replaced:
+            if module.collective(self._record) is ours:  # not the user's own, set later
+                getattr(module.module, self._method)(before)
+        self._replaced.clear()
+
+    def _require_no_later_module(self) -> None:
+        """Raise, if ``fully_shard`` was applied to more modules. Looks until it has found none."""
+        if self._found_no_later_module:
+            return
+        known = {module.name for module in self._modules}
+        found = sharded_modules(self._model, self._function, self._method)
+        later = [module.name for module in found if module.name not in known]
+        if later:
+            raise RuntimeError(
+                f"fully_shard was applied to {later} after {self._function}, which does nothing for "
+                f"their {self._purpose}: apply it before"
+            )
+        self._found_no_later_module = True

@@ -1,0 +1,116 @@
+"""The modules of a model that ``fully_shard`` was applied to, with FSDP's own records of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ddp_quant_hooks.feedback.names import without_wrappers
+from dist_utils.torch_compat import private
+
+_PURPOSE = "few bits under fully_shard"
+
+
+class ShardedModule(NamedTuple):
+    """A module that ``fully_shard`` was applied to, with its own parameters.
+
+    Most of it has no public name up to torch 2.15.
+
+    Attributes:
+        name: The name of the module in the model; ``"(model)"`` for the model itself.
+        module: The module.
+        group: FSDP's own record of its parameters.
+    """
+
+    name: str
+    module: Any
+    group: Any
+
+    @property
+    def replicated(self) -> bool:
+        """Whether FSDP averages over several shard groups itself, on a mesh for HSDP or for replicas."""
+        return hasattr(self.group.mesh_info, "replicate_process_group")
+
+    @property
+    def shard_ranks(self) -> list[int]:
+        """The global ranks that hold its shards; none where it is only replicated."""
+        group = getattr(self.group.mesh_info, "shard_process_group", None)
+        return [] if group is None else dist.get_process_group_ranks(group)
+
+    @property
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The shapes of its unsharded parameters, by their names in their modules."""
+        return [
+            (private(kept, "_module_info", _PURPOSE).param_name, tuple(kept.sharded_param.shape))
+            for kept in self.group.fsdp_params
+        ]
+
+    @property
+    def places(self) -> list[str]:
+        """This rank's coordinates in the meshes of its parameters, including those of tensor parallelism."""
+        meshes = [kept.sharded_param.device_mesh for kept in self.group.fsdp_params]
+        return sorted({f"{tuple(mesh.get_coordinate() or ())} of {tuple(mesh.shape)}" for mesh in meshes})
+
+    @property
+    def parameter_ids(self) -> set[int]:
+        """The ``id`` of everything that stands for one of its parameters, sharded or gathered."""
+        forms = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+        return {id(getattr(kept, form, None)) for kept in self.group.fsdp_params for form in forms}
+
+    @property
+    def trained(self) -> list[tuple[int, int]]:
+        """The numbers of the parameters that need gradients, and how many values a shard has of each."""
+        return [
+            (number, kept.padded_sharded_param_size.numel())
+            for number, kept in enumerate(self.group.fsdp_params)
+            if kept.sharded_param.requires_grad
+        ]
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups that reduce its gradients now: of its shards, and of their replicas."""
+        names = ["shard_process_group", *(["replicate_process_group"] if self.group.all_reduce_grads else [])]
+        return [getattr(self.group.mesh_info, name) for name in names if hasattr(self.group.mesh_info, name)]
+
+    @property
+    def has_divide_factor(self) -> bool:
+        """Whether the sum of gradients is divided by something else than the number of ranks."""
+        older = getattr(self.group, "reduce_scatter_divide_factor", None)  # its name before torch 2.8
+        return getattr(self.group, "gradient_divide_factor", older) is not None
+
+    def collective(self, record: str) -> Any:
+        """Return what FSDP calls for it, by the name in FSDP's record."""
+        return private(self.group, record, _PURPOSE)
+
+
+def sharded_modules(model: torch.nn.Module, name: str, method: str) -> list[ShardedModule]:
+    """Return the modules that ``fully_shard`` was applied to and that have parameters, in the model's order.
+
+    Modules that were given to one ``fully_shard`` call together count as one, with the first one's name.
+    Names are those without the wrappers of ``torch.compile`` and of checkpoints.
+
+    Raises:
+        MissingTorchFeatureError: This torch's FSDP has no such method.
+        ValueError: There is none; or one has several groups of parameters, each with a mesh of its own.
+    """
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - takes a second, and few programs need it
+
+    private(FSDPModule, method, name)
+    found: dict[int, ShardedModule] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            key = without_wrappers(path) or "(model)"
+            state = private(module, "_get_fsdp_state", _PURPOSE)()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            groups = groups or [private(state, "_fsdp_param_group", _PURPOSE)]  # all that torch 2.9 has
+            if len(groups) > 1:
+                raise ValueError(
+                    f"module {key!r} has several groups of parameters, which FSDP gives no hooks"
+                )
+            found.setdefault(id(groups[0]), ShardedModule(key, module, groups[0]))
+    modules = [module for module in found.values() if module.group is not None]
+    if not modules:
+        raise ValueError("fully_shard was applied neither to the model nor to a module in it")
+    return modules
