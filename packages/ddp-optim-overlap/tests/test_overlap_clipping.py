@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import time
 
 import pytest
 import torch
@@ -28,9 +29,10 @@ from ddp_optim_overlap import (
     ConfigError,
     PerBucketNorm,
     PreviousStepNorm,
+    StepError,
     overlap_optimizer,
 )
-from dist_utils.testing import run_ranks
+from dist_utils.testing import patience, run_ranks
 
 pytestmark = pytest.mark.short
 
@@ -83,6 +85,44 @@ def check_own_policy(options, *, overlapped):
         optimizer.step()
         optimizer.zero_grad()
     return ends(ddp, optimizer)
+
+
+class Refuses(Halves):
+    """A policy that raises, on one rank or on all, once it has clipped two steps."""
+
+    def __init__(self, *ranks):
+        self.ranks, self.steps = ranks, 0
+
+    def begin(self):
+        self.steps += 1
+        if self.steps > 2 and dist.get_rank() in self.ranks:
+            raise ValueError("no limit is known yet")
+
+
+@cases({"on all ranks": ((0, 1),), "on one rank": ((0,),)})
+def check_a_policy_that_raises(ranks):
+    """Every rank raises, soon and with a type, and after remove() the model trains on."""
+    ddp, optimizer, handle = start(options={"clip": Refuses(*ranks)})
+    data = batches(3)
+    train_on(ddp, optimizer, data[:2])
+    began = time.monotonic()
+    if dist.get_rank() in ranks:
+        before = snapshot(ddp)
+        with pytest.raises(RuntimeError, match="no limit is known yet"):
+            backward(ddp, data[2])
+        with pytest.raises(StepError, match=r"ValueError.*no limit is known yet"):
+            optimizer.step()
+        assert_same(snapshot(ddp), before)
+    else:
+        backward(ddp, data[2])
+        with pytest.raises(CommunicationError, match="another rank failed"):
+            handle.wait()
+    assert time.monotonic() - began < patience(20)
+    handle.remove()
+    ddp.zero_grad()
+    for one in itertools.chain(ddp.parameters(), ddp.buffers()):
+        dist.broadcast(one.detach(), 0)
+    train_on(ddp, optimizer, data)
 
 
 def _sgd_of_rate_one(ddp):

@@ -4,6 +4,8 @@ import copy
 import gc
 import inspect
 import io
+import subprocess
+import sys
 import warnings
 import weakref
 
@@ -270,6 +272,18 @@ def check_in_backward_replicated(*, overlapped):
     return snapshot(model)
 
 
+@as_ordinary
+def check_in_backward_compiled(*, overlapped):
+    """The model averages before it steps, also if it was compiled before it was called."""
+    ddp = make_ddp(bucket_cap_mb=1)  # the compiler wants the first bucket to be the smallest
+    optimizer = sgd(ddp)
+    if overlapped:
+        _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
+    model = torch.compile(ddp, backend="eager")
+    _pass_over(model, batches(3), None if overlapped else optimizer)
+    return snapshot(ddp)
+
+
 @cases({"no_sync": (True,), "each pass": (False,)})
 @as_ordinary
 def check_in_backward_unused(accumulates, *, overlapped):
@@ -394,6 +408,38 @@ def test_outside_of_ddp_each_backward_steps():
     apply_optimizer_in_backward(torch.optim.SGD, without.parameters(), {"lr": 0.1}, True)  # now with a hook
     backward(without, batches(1, rank=0)[0])
     assert_same(changed(without, snapshot(Net())), EVERY)
+
+
+_COMPILES_BESIDE = """
+import sys
+import torch
+import ddp_optim_overlap
+heavy = {"torch._dynamo", "sympy"}
+print(heavy & set(sys.modules))
+
+def count(graph, _):
+    graphs.append(graph)
+    return graph.forward
+
+net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
+for beside in (False, True):
+    if beside:
+        inner = torch.nn.Linear(4, 4)
+        ddp_optim_overlap.apply_optimizer_in_backward(torch.optim.SGD, inner.parameters(), {"lr": 0.1})
+    for fullgraph in (False, True):
+        graphs = []
+        torch.compiler.reset()
+        torch.compile(net, backend=count, fullgraph=fullgraph)(torch.ones(2, 4))
+        print(len(graphs))
+print(torch.nn.modules.module._global_forward_pre_hooks)
+"""
+
+
+def test_other_modules_are_compiled_as_before():
+    """Nor are they slower: no hook runs before the forward pass of every module."""
+    command = [sys.executable, "-c", _COMPILES_BESIDE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["set()", "1", "1", "1", "1", "OrderedDict()"], done.stdout + done.stderr
 
 
 def test_a_non_optimizer_is_refused():

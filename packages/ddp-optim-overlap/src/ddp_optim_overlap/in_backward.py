@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.drop_ins import EngineAtFirstBucket
@@ -18,7 +17,6 @@ from ddp_optim_overlap.model import (
     another_hook,
     averaged_parameters,
     comm_hooks,
-    ddp_of,
     register_comm_hook,
 )
 from ddp_optim_overlap.optimizers.admission import require_plain_step
@@ -26,6 +24,7 @@ from ddp_optim_overlap.optimizers.step_hooks import note_writes
 from ddp_optim_overlap.passes.backward_pass import Stepper
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch
 from dist_utils.comm_hooks import CommHook
+from dist_utils.torch_compat import private
 
 _OURS = "_ddp_optim_overlap"
 """The attribute of a parameter that holds its :class:`_InBackward`."""
@@ -75,8 +74,8 @@ def apply_optimizer_in_backward(
 
     Cost:
         One optimizer object per parameter; see the README for the time of their steps. Prefer
-        :func:`overlap_optimizer`, which has one in all. From then on every module call in this process takes
-        about a microsecond longer, and every call of a DDP model checks its parameters.
+        :func:`overlap_optimizer`, which has one in all. The next call of every DDP model in this process
+        looks at its parameters.
 
     Source:
         ``torch.distributed.optim._apply_optimizer_in_backward``.
@@ -99,7 +98,8 @@ def apply_optimizer_in_backward(
             parameter.register_post_accumulate_grad_hook(ours.step)  # type: ignore[no-untyped-call]
             ours.registered = True
         ours.optimizers.append(optimizer)
-    _watch_forward_passes()
+    _claimed.clear()
+    _claim_before_forward()
 
 
 def get_in_backward_optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
@@ -186,16 +186,33 @@ def _optimizers_of(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:
     return [] if ours is None else ours.optimizers
 
 
+_claimed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+"""Models that have been called since the last call of :func:`apply_optimizer_in_backward`."""
+
+
 @functools.cache
-def _watch_forward_passes() -> None:
-    register_module_forward_pre_hook(_claim)
+def _claim_before_forward() -> None:
+    """Let every DDP model make sure, when it is called, that it averages before parameters are stepped.
+
+    A global forward pre-hook would do, too, but every module in the process would call it, and no compiler
+    can trace it. ``replicate()`` calls the same method. No public name up to torch 2.15.
+    """
+    pre_forward: Any = private(DistributedDataParallel, "_pre_forward", "optimizers in backward under DDP")
+    untraced: Any = torch.compiler.disable  # what a claim asks cannot be traced
+    claim = untraced(_claim)
+
+    @functools.wraps(pre_forward)
+    def claim_before(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        claim(ddp)
+        return pre_forward(ddp, *args, **kwargs)
+
+    model_class: Any = DistributedDataParallel
+    model_class._pre_forward = claim_before  # noqa: SLF001
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator] # torch's decorator
-def _claim(module: nn.Module, _: Any) -> None:
-    """Before any module's forward pass: make sure that a DDP model averages before it steps."""
-    ddp = ddp_of(module)
-    if ddp is None:
+def _claim(ddp: DistributedDataParallel) -> None:
+    """Give a model a hook that averages and then steps, if its parameters have optimizers of their own."""
+    if ddp in _claimed:
         return
     # Others are stepped with the gradients of this rank, as in PyTorch.
     found = {
@@ -210,6 +227,7 @@ def _claim(module: nn.Module, _: Any) -> None:
                 "averages after all others: leave it out there, or give it an optimizer that the loop steps"
             )
     if all(ddp in ours.averaged_by for ours in found.values()):
+        _claimed.add(ddp)
         return
     if not comm_hooks(ddp):
         hook = apply_optim_in_backward_hook(ddp.gradient_as_bucket_view)
@@ -223,3 +241,4 @@ def _claim(module: nn.Module, _: Any) -> None:
         lazy.start(state, ddp)
     for ours in found.values():
         ours.averaged_by.add(ddp)
+    _claimed.add(ddp)

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_optim_overlap.errors import CommunicationError, OverlapError, StepError, UnsupportedOptimizerError
+from ddp_optim_overlap.errors import (
+    CommunicationError,
+    ConfigError,
+    OverlapError,
+    StepError,
+    UnsupportedOptimizerError,
+)
 from ddp_optim_overlap.passes.bucket import Bucket, lend_gradients
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch
 from ddp_optim_overlap.passes.phase import OverlapState
@@ -153,6 +159,14 @@ class BackwardPass:
         self._maybe_exposed = 0.0  # seconds of steps that no wait for an average has hidden yet
 
     # ---- on the thread of backward() ----
+
+    def require_next(self, index: int) -> None:
+        """Raise if this is not the number of the next bucket."""
+        if index != self.buckets:
+            raise ConfigError(
+                "DDP has left out a bucket of this backward pass, as with "
+                "skip_all_reduce_unused_params=True: leave that option out"
+            )
 
     def take(
         self, worker: OrderedWorker, bucket: Bucket, *, last: bool

@@ -99,14 +99,11 @@ class Engine:
         try:
             if bucket.index() == 0:
                 self._begin()
-            elif self._worker is not None and bucket.index() != self._current.buckets:
-                raise ConfigError(
-                    "DDP has left out a bucket of this backward pass, as with "
-                    "skip_all_reduce_unused_params=True: leave that option out"
-                )
+            elif self._worker is not None:
+                self._current.require_next(bucket.index())
             return self._take(self._current, bucket)
-        except OverlapError as error:
-            failure = self._current.fail(error)
+        except Exception as error:
+            failure = self._current.fail(_as_overlap_error(error))
             self._current.kind = PassKind.REFUSED
             if self._ddp_sends_last():  # to peers that may wait for this bucket
                 raise
@@ -134,10 +131,15 @@ class Engine:
                 require_one_first_bucket(model)
             self._shares_used = self._skips_unused and may_leave_out(model)
         _require_agreement(worker.agree)
-        if kind is PassKind.STEPS:
-            self._begin_to_step(worker, current)
-        elif kind is PassKind.JOINED:
-            self._stepper.join()
+        try:
+            if kind is PassKind.STEPS:
+                self._begin_to_step(worker, current)
+            elif kind is PassKind.JOINED:
+                self._stepper.join()
+        except OverlapError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a clip policy may raise anything
+            current.fail(_as_overlap_error(error))  # and is averaged, for peers that have begun to step
 
     def _compare_after_error(self) -> None:
         """Raise if ranks that have removed a failed overlap go on with different iterations."""
@@ -373,6 +375,15 @@ class Engine:
             **self._progress(),
             **self._stepper.terms(),
         }
+
+
+def _as_overlap_error(error: Exception) -> OverlapError:
+    """Return an error, or one of this package that has it as its cause."""
+    if isinstance(error, OverlapError):
+        return error
+    wrapped = StepError(f"the step failed before it had begun: {error_text(error)}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def _require_agreement(compare: Callable[[], object]) -> None:
