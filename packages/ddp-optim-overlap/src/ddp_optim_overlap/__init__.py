@@ -52,4 +52,4 @@ __all__ = [
     "register_fused_optim",
 ]
 
-__version__ = "1.0.3"
+__version__ = "1.0.4"
