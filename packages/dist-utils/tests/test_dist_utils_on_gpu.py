@@ -5,7 +5,16 @@ import torch
 import torch.distributed as dist
 from test_module_sync import BUCKET, Everything, differing, states
 
-from dist_utils import OrderedWorker, TensorMismatchError, recursive_to, start_messages, sync_module_states
+from dist_utils import (
+    AgreementError,
+    OrderedWorker,
+    TensorMismatchError,
+    recursive_to,
+    require_same_on_all_ranks,
+    start_messages,
+    sync_module_states,
+)
+from dist_utils.module_state.fingerprint import fingerprint
 from dist_utils.testing import nccl_can_run, run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -132,3 +141,34 @@ def _exchanged(rank):
 
 def test_messages_of_gpu_tensors_over_gloo():
     assert run_ranks(_exchanged, 2) == [[2.0], [1.0]]
+
+
+def test_a_fingerprint_is_the_same_number_on_a_gpu_and_needs_no_wait():
+    torch.manual_seed(0)
+    tensors = [torch.randn(size) for size in (3, 70_000, 9_000_001)] + [torch.ones(5, dtype=torch.int8)]
+    on_gpu = [tensor.cuda() for tensor in tensors]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        number = fingerprint(on_gpu)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert number.item() == fingerprint(tensors).item()
+
+
+def _drift(rank):
+    model = torch.nn.Sequential(torch.nn.Linear(300, 400), torch.nn.Linear(400, 2)).cuda()
+    sync_module_states(model, None, BUCKET, 0, ())
+    require_same_on_all_ranks(model)
+    with torch.no_grad():
+        model[0].weight[3, 7] = rank
+    with pytest.raises(AgreementError) as caught:
+        require_same_on_all_ranks(model)
+    return str(caught.value)
+
+
+def test_ranks_that_drift_apart_on_gpus_are_told():
+    if not nccl_can_run(2):
+        pytest.skip("NCCL needs a GPU for each of 2 ranks, or NCCL_MULTI_RANK_GPU_ENABLE=1")
+    first, second = run_ranks(_drift, 2, backend="nccl", timeout=120)
+    assert first == second
+    assert "0.weight[3, 7]: rank 0 has 0.0, rank 1 has 1.0 (1 of 120000 values differ)" in first

@@ -10,6 +10,7 @@ from dist_utils.containers.arguments import (
 )
 from dist_utils.containers.kinds import register_container
 from dist_utils.containers.walk import apply_to_tensors
+from dist_utils.module_state.replicas import require_same_on_all_ranks
 from dist_utils.module_state.storage import alloc_storage, data_ptr_allocated, free_storage
 from dist_utils.module_state.sync import sync_module_states, sync_params_and_buffers
 from dist_utils.module_state.tree import get_root_modules, replace_by_prefix
@@ -40,6 +41,7 @@ __all__ = [
     "recursive_to",
     "register_container",
     "replace_by_prefix",
+    "require_same_on_all_ranks",
     "require_same_terms",
     "resolve_group",
     "start_messages",

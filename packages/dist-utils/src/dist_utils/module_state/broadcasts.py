@@ -114,10 +114,15 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 def _flat(bucket: list[torch.Tensor]) -> torch.Tensor:
     """Return the values of a bucket, one after the other: a single tensor's own memory if possible."""
     if len(bucket) == 1:
-        flat = bucket[0].resolve_conj().resolve_neg().flatten()
-        # A slice may have gaps between its elements, and a single element any stride.
-        return flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)
+        return flat_values(bucket[0])
     return torch.cat([tensor.flatten() for tensor in bucket])
+
+
+def flat_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor's values, one after the other: its own memory if possible."""
+    flat = tensor.resolve_conj().resolve_neg().flatten()
+    # A slice may have gaps between its elements, and a single element any stride.
+    return flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)
 
 
 def _write(bucket: list[torch.Tensor], flat: torch.Tensor) -> None:
