@@ -218,9 +218,11 @@ def test_nvlink_is_what_the_driver_says_of_all_pairs(monkeypatch, gpus, joined, 
 
     monkeypatch.setattr(system, "Device", SimpleNamespace(get_all_devices=all_devices))
     monkeypatch.setattr(system, "get_p2p_status", status)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="gpu-0"))
-    assert link_inside_host(torch.device("cuda", 0), on_host=False) == expected
-    assert link_inside_host(torch.device("cuda", 0), on_host=True) == "the host's memory"
+    assert link_inside_host("cuda", on_host=False) == expected
+    assert link_inside_host("cuda", on_host=True) == "the host's memory"
 
 
 def _wrong_nodes(rank):

@@ -76,14 +76,15 @@ def test_many_hosts_average_between_hosts_in_levels(hosts, ranks):
     messages = max(len(_sends(plan)) for plan in plans)
     chunks = len(plans[0].chunks)
     assert messages <= 2 * chunks * (ranks - 1 + (hosts - 1 if hosts <= 17 else hosts / 2 + 1))
-    assert sum(map(len, plans[0].own)) <= count / ranks + 128 * chunks, "only the owner of a shard rounds it"
+    rounded = sum(map(len, plans[0].slots["own"]))
+    assert rounded <= count / ranks + 128 * chunks, "only the rank that averages a shard rounds it"
 
 
 @pytest.mark.parametrize("plan", [plan_average, plan_reduce_scatter])
 def test_what_a_rank_rounds_before_any_sum_has_its_share_of_the_mean(plan):
     for hosts in ("00112233", "00011123"):
         plans = _plans(_placement(hosts, "quantized"), 10_000, plan)
-        assert {span.weight for one in plans for span in one.own} == {1 / 8}
+        assert {span.weight for one in plans for span in one.slots["own"]} == {1 / 8}
 
 
 def _stages(stage):

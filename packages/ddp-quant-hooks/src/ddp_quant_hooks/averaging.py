@@ -1,14 +1,14 @@
-"""Average values in few bits: decided on the caller's thread, done by a job on the state's worker.
+"""Average values: decided on the caller's thread, done by a job on the state's worker.
 
 Buckets of ``DistributedDataParallel``, plain tensors and the gradients of FSDP2 are averaged here.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import zlib
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,158 +16,136 @@ import torch.distributed as dist
 
 from ddp_quant_hooks.exchange import exchange
 from ddp_quant_hooks.exchange.exchange import NotFinite, Task
-from ddp_quant_hooks.exchange.placement import Placement
+from ddp_quant_hooks.exchange.placement import Placement, choose_placement
 from ddp_quant_hooks.exchange.plan import Formats, Plan, plan_average, plan_reduce_scatter
 from ddp_quant_hooks.exchange.scratch import Scratch
+from ddp_quant_hooks.exchange.spans import Span
 from ddp_quant_hooks.exchange.values import Values, put_back
-from ddp_quant_hooks.feedback.step import Step
-from ddp_quant_hooks.feedback.store import Feedback, Key, Owner
+from ddp_quant_hooks.feedback.step import Step, value_count
+from ddp_quant_hooks.feedback.store import Feedback, Owner, owner_length
 from ddp_quant_hooks.kernels import VALUE_DTYPES
 from ddp_quant_hooks.options import Options
 from ddp_quant_hooks.statistics import Counter, bytes_around_ring, relative_error
 from dist_utils.process_groups import runs_on_host
 
 
-class Averager:
-    """Plans and averages for one state. Holds no reference to it: jobs keep this alive.
+class Average(ABC):
+    """What a state does with values that all ranks average.
+
+    It knows no state: jobs keep it alive, and a state must not end on its own worker's thread.
 
     Args:
-        options: The options of the state.
-        feedback: Its residuals.
         counter: Counts what is averaged.
-
-    Attributes:
-        placement: Where the ranks are; known when the ranks have agreed.
     """
 
-    def __init__(self, options: Options, feedback: Feedback, counter: Counter) -> None:
-        self._options, self._feedback, self._counter = options, feedback, counter
-        self._layouts = options.scatter_layout, options.gather_layout
-        self.placement: Placement | None = None
-        self._scratches: dict[torch.device, list[Scratch]] = {}
-        self._prepared = 0
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._hosts: tuple[int, ...] | None = None
+        self._links: Sequence[Mapping[str, str]] = ()
+        self._logged_as: str | None = None
 
     def start_over(self) -> None:
-        """Free memory, forget where ranks are, and sample the next bucket: ranks may have been at others."""
-        self.placement, self._prepared = None, 0
-        self._scratches.clear()
+        """Free memory, and forget what the ranks have told each other: they may have to agree again."""
+        self._hosts = None
 
-    def place(self, placement: Placement) -> None:
-        """Learn where the ranks are.
+    def learn_hosts(
+        self, hosts: Sequence[int], links: Sequence[Mapping[str, str]], logged_as: str | None
+    ) -> None:
+        """Learn where the ranks are; they have agreed on it.
 
-        Raises:
-            ValueError: The levels that the user has chosen do not fit the ranks and their hosts.
+        Args:
+            hosts: For each rank, the number of its host.
+            links: For each rank and type of device, what
+                :func:`ddp_quant_hooks.exchange.placement.link_inside_host` returned there.
+            logged_as: The name of the state in the log; ``None``: another rank writes it.
         """
         self.start_over()
-        plan_average(placement, 0, 1, Formats(*self._layouts, 4), levels=self._options.levels)
-        self.placement = placement
+        self._hosts, self._links, self._logged_as = tuple(hosts), links, logged_as
 
-    def quantizes(self, dtype: torch.dtype, nbytes: int, ranks: int) -> bool:
-        """Return whether so many bytes of a dtype, real or complex, are sent in few bits."""
-        return dtype.to_real() in VALUE_DTYPES and nbytes >= self._options.least_bytes(ranks)
+    @abstractmethod
+    def quantizes(self, owners: Sequence[Owner], tensors: Sequence[torch.Tensor], ranks: int) -> bool:
+        """Return whether values are averaged here, and not without compression; the same on all ranks.
 
-    def bytes_of_ring(self, group: dist.ProcessGroup, nbytes: int) -> tuple[int, int]:
-        """Return the bytes that a rank sends in a ring all-reduce, and those of them to another host."""
-        hosts = self.placement.hosts if self.placement is not None else (0,) * group.size()
-        return bytes_around_ring(nbytes, range(group.size()), hosts, group.rank())
+        Args:
+            owners: The parameters or keys that the values belong to, in their order.
+            tensors: The tensors that they are in, real or complex: one for each owner, or one for all.
+            ranks: How many ranks average.
+        """
 
+    @abstractmethod
+    def terms_of(self, owners: Sequence[Owner]) -> Mapping[str, object]:
+        """Return what ranks must have alike in a call, besides lengths and dtypes, by name."""
+
+    @abstractmethod
     def prepare(
         self,
         group: dist.ProcessGroup,
         step: Step,
         owners: Sequence[Owner],
-        count: int,
-        like: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
         *,
         label: int = 0,
-    ) -> Task:
-        """Decide how values are averaged in few bits. On the caller's thread, in the same order on all ranks.
+    ) -> Any:
+        """Decide how values are averaged, and return that for :meth:`run`.
+
+        On the caller's thread, in the same order on all ranks.
 
         Args:
             group: The process group whose ranks average.
             step: The step that they belong to.
-            owners: The parameters or keys that the values belong to, in their order.
-            count: The number of values.
-            like: A tensor of their dtype and on their device.
+            owners: As for :meth:`quantizes`.
+            tensors: Likewise. Their values are not read yet.
             label: See :class:`ddp_quant_hooks.exchange.exchange.Task`.
+
+        Raises:
+            ValueError: An option does not fit the ranks, or their hosts; on all of them.
         """
-        plan = self._plan(plan_average, group, count, like, levels=self._options.levels)
-        residuals = self._feedback.residuals(step, owners, plan.own, plan.means, like.device)
-        not_finite = step.outcome.not_finite if self._feedback.wanted else None
-        sampled = is_sampled(self._prepared, self._options.sample_every)
-        self._prepared += 1
-        return Task(plan, residuals, not_finite, label, sampled)
 
-    def prepare_reduce_scatter(
-        self,
-        group: dist.ProcessGroup,
-        step: Step,
-        key: Key,
-        like: torch.Tensor,
-        *,
-        not_finite: NotFinite | None,
-        label: int,
-    ) -> Task:
-        """Do as :meth:`prepare`, for all ranks' shards, one after another, to which one key belongs.
-
-        Args:
-            group: The process group whose ranks average.
-            step: The step that they belong to.
-            key: What they belong to.
-            like: A tensor of their dtype and on their device.
-            not_finite: Called with flags of this rank's shard only.
-            label: See :class:`ddp_quant_hooks.exchange.exchange.Task`.
-        """
-        plan = self._plan(plan_reduce_scatter, group, key.count // group.size(), like)
-        residuals = self._feedback.residuals(step, [key], plan.own, plan.means, like.device)
-        return Task(plan, residuals, not_finite, label)
-
-    def average(
-        self,
-        group: dist.ProcessGroup,
-        values: Values,
-        task: Task,
-        *,
-        exact: Sequence[torch.Tensor] = (),
-    ) -> None:
+    @abstractmethod
+    def run(self, group: dist.ProcessGroup, values: Values, task: Any) -> None:
         """Average values in place, the same bits on all ranks, and count them. A job.
 
         Args:
             group: The process group whose ranks average.
             values: All values.
-            task: As all ranks have decided.
-            exact: More tensors of the bucket, which are averaged without compression.
+            task: What :meth:`prepare` has returned.
         """
-        sent, outside = task.plan.bytes_sent, task.plan.bytes_between_hosts
-        reference = apart = error = None
-        if task.sampled:
-            reference = values.to(torch.float32).div_(group.size())
-            dist.all_reduce(reference, group=group)
-        if exact:
-            apart = _set_apart(exact, group.size())
-            dist.all_reduce(apart, group=group)
-            if task.not_finite is not None:
-                task.not_finite(~apart.isfinite().all())
-        for beside in (reference, apart):
-            if beside is not None:
-                more = self.bytes_of_ring(group, beside.nbytes)
-                sent, outside = sent + more[0], outside + more[1]
-        exchange.average(group, task, values, self._scratch(values.device))
-        if apart is not None:
-            put_back(exact, apart)
-        if reference is not None:
-            error = relative_error(values.to(torch.float32), reference)
-        self._counter.add(
-            values.nbytes + sum(tensor.nbytes for tensor in exact),
-            group.size(),
-            sent,
-            outside,
-            quantized=True,
-            error=error,
-        )
 
-    def reduce_scatter(
-        self, group: dist.ProcessGroup, shards: torch.Tensor, mean: torch.Tensor, task: Task
+    def refuse_shards(self, name: str) -> None:
+        """Raise unless :meth:`prepare_shards` works.
+
+        Args:
+            name: Of the function that wants it, for the error.
+
+        Raises:
+            ValueError: It does not.
+        """
+        raise ValueError(f"{name}: the state does not average shards")
+
+    def prepare_shards(
+        self,
+        group: dist.ProcessGroup,
+        step: Step,
+        owner: Owner,
+        shards: torch.Tensor,
+        *,
+        not_finite: NotFinite | None,
+        label: int = 0,
+    ) -> Any:
+        """Do as :meth:`prepare`, for all ranks' shards, one after another, each for another rank.
+
+        Args:
+            group: The process group whose ranks average.
+            step: The step that they belong to.
+            owner: What all of them belong to.
+            shards: This rank's values for all ranks.
+            not_finite: Called with flags of this rank's shard only.
+            label: As for :meth:`prepare`.
+        """
+        raise NotImplementedError
+
+    def run_shards(
+        self, group: dist.ProcessGroup, shards: torch.Tensor, mean: torch.Tensor, task: Any
     ) -> None:
         """Average every rank's shard on that rank, and count that as half an average of all of them. A job.
 
@@ -175,17 +153,167 @@ class Averager:
             group: The process group whose ranks average.
             shards: This rank's values for all ranks, flat, one shard of equal length after another.
             mean: The output for the mean of this rank's shard; flat.
-            task: As all ranks have decided.
+            task: What :meth:`prepare_shards` has returned.
         """
+        raise NotImplementedError
+
+    def bytes_of_ring(self, group: dist.ProcessGroup, nbytes: int) -> tuple[int, int]:
+        """Return the bytes that a rank sends in a ring all-reduce, and those of them to another host."""
+        hosts = (0,) * group.size() if self._hosts is None else self._hosts
+        return bytes_around_ring(nbytes, range(group.size()), hosts, group.rank())
+
+    def count_plain(self, group: dist.ProcessGroup, nbytes: int) -> None:
+        """Count what was averaged without compression."""
+        self._counter.add(nbytes, group.size(), *self.bytes_of_ring(group, nbytes), quantized=False)
+
+
+@dataclass(frozen=True)
+class FewBitsTask:
+    """How a bucket is averaged in few bits.
+
+    Attributes:
+        exchange: How its values are, or those of them that are not exact.
+        few: Where these are, if some are exact; else ``None``.
+        exact: The values that are averaged without compression.
+        sampled: Whether the error is measured.
+    """
+
+    exchange: Task
+    few: tuple[Span, ...] | None
+    exact: tuple[Span, ...]
+    sampled: bool
+
+
+class FewBits(Average):
+    """Sends values in few bits. See :class:`ddp_quant_hooks.QuantizedAllreduceState`.
+
+    Args:
+        options: The options of the state.
+        feedback: Its residuals.
+        counter: Counts what is averaged.
+    """
+
+    def __init__(self, options: Options, feedback: Feedback, counter: Counter) -> None:
+        super().__init__(counter)
+        self._options, self._feedback = options, feedback
+        self._layouts = options.scatter_layout, options.gather_layout
+        self._placements: dict[str, Placement] = {}
+        self._scratches: dict[torch.device, list[Scratch]] = {}
+        self._prepared = 0
+
+    def start_over(self) -> None:
+        """Free memory, forget where ranks are, and sample the next bucket: ranks may have been at others."""
+        super().start_over()
+        self._prepared = 0
+        self._placements.clear()
+        self._scratches.clear()
+
+    def quantizes(self, owners: Sequence[Owner], tensors: Sequence[torch.Tensor], ranks: int) -> bool:
+        """See :meth:`Average.quantizes`: neither small buckets, nor exact values alone, nor fp64."""
+        if tensors[0].dtype.to_real() not in VALUE_DTYPES:
+            return False
+        if sum(tensor.nbytes for tensor in tensors) < self._options.least_bytes(ranks):
+            return False
+        return any(owner_length(owner) and not self._is_exact(owner) for owner in owners)
+
+    def terms_of(self, owners: Sequence[Owner]) -> Mapping[str, object]:
+        """See :meth:`Average.terms_of`."""
+        if not self._options.exact_1d:
+            return {}
+        return {"of at most one dimension": [*map(self._is_exact, owners)]}
+
+    def prepare(
+        self,
+        group: dist.ProcessGroup,
+        step: Step,
+        owners: Sequence[Owner],
+        tensors: Sequence[torch.Tensor],
+        *,
+        label: int = 0,
+    ) -> FewBitsTask:
+        """See :meth:`Average.prepare`."""
+        few, exact = None, tuple[Span, ...]()
+        count = sum(map(value_count, tensors))
+        if any(map(self._is_exact, owners)):
+            few, exact = self._split(owners)
+            owners = [owner for owner in owners if not self._is_exact(owner)]
+            count = sum(map(len, few))
+        plan = self._plan(plan_average, group, count, tensors[0], levels=self._options.levels)
+        not_finite = step.outcome.not_finite if self._feedback.wanted else None
+        task = self._task(plan, step, owners, tensors[0].device, not_finite, label)
+        sampled = is_sampled(self._prepared, self._options.sample_every)
+        self._prepared += 1
+        return FewBitsTask(task, few, exact, sampled)
+
+    def run(self, group: dist.ProcessGroup, values: Values, task: FewBitsTask) -> None:
+        """See :meth:`Average.run`."""
+        few = values if task.few is None else Values(values.parts_of(task.few))
+        exact = values.parts_of(task.exact)
+        not_finite, plan = task.exchange.not_finite, task.exchange.plan
+        sent, outside = plan.bytes_sent, plan.bytes_between_hosts
+        reference = apart = error = None
+        if task.sampled:
+            reference = few.to(torch.float32).div_(group.size())
+            dist.all_reduce(reference, group=group)
+        if exact:
+            apart = _set_apart(exact, group.size())
+            dist.all_reduce(apart, group=group)
+            if not_finite is not None:
+                not_finite(~apart.isfinite().all())
+        for beside in (reference, apart):
+            if beside is not None:
+                more = self.bytes_of_ring(group, beside.nbytes)
+                sent, outside = sent + more[0], outside + more[1]
+        exchange.average(group, task.exchange, few, self._scratch(values.device))
+        if apart is not None:
+            put_back(exact, apart)
+        if reference is not None:
+            error = relative_error(few.to(torch.float32), reference)
+        self._counter.add(values.nbytes, group.size(), sent, outside, quantized=True, error=error)
+
+    def refuse_shards(self, name: str) -> None:
+        """See :meth:`Average.refuse_shards`."""
+        if self._options.exact_1d:
+            raise ValueError(f"{name}: exact_1d does not work: shards of parameters have no dimensions")
+
+    def prepare_shards(
+        self,
+        group: dist.ProcessGroup,
+        step: Step,
+        owner: Owner,
+        shards: torch.Tensor,
+        *,
+        not_finite: NotFinite | None,
+        label: int = 0,
+    ) -> Task:
+        """See :meth:`Average.prepare_shards`."""
+        plan = self._plan(plan_reduce_scatter, group, value_count(shards) // group.size(), shards)
+        return self._task(plan, step, [owner], shards.device, not_finite, label)
+
+    def run_shards(
+        self, group: dist.ProcessGroup, shards: torch.Tensor, mean: torch.Tensor, task: Task
+    ) -> None:
+        """See :meth:`Average.run_shards`."""
         plan = task.plan
         exchange.reduce_scatter(group, task, shards, mean, self._scratch(mean.device))
         self._counter.add(
             shards.nbytes // 2, group.size(), plan.bytes_sent, plan.bytes_between_hosts, quantized=True
         )
 
-    def count_plain(self, group: dist.ProcessGroup, nbytes: int) -> None:
-        """Count what was averaged without compression."""
-        self._counter.add(nbytes, group.size(), *self.bytes_of_ring(group, nbytes), quantized=False)
+    def _is_exact(self, owner: Owner) -> bool:
+        """Return whether an owner's values are averaged without compression: parameters of one dimension."""
+        return self._options.exact_1d and len(owner.shape) <= 1
+
+    def _split(self, owners: Sequence[Owner]) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+        """Return where the values are that are sent in few bits, and where those that are not."""
+        spans: dict[bool, list[Span]] = {False: [], True: []}
+        start = 0
+        for owner in owners:
+            stop = start + owner_length(owner)
+            if start < stop:
+                spans[self._is_exact(owner)].append(Span(start, stop))
+            start = stop
+        return tuple(spans[False]), tuple(spans[True])
 
     def _plan(
         self,
@@ -195,10 +323,32 @@ class Averager:
         like: torch.Tensor,
         **options: Any,
     ) -> Plan:
-        assert self.placement is not None, "the ranks have agreed on where they are"
         formats = Formats(*self._layouts, like.dtype.to_real().itemsize)
         on_streams = not runs_on_host(group, like.device)
-        return plan(self.placement, group.rank(), count, formats, on_streams=on_streams, **options)
+        placement = self._placement(like.device.type)
+        return plan(placement, group.rank(), count, formats, on_streams=on_streams, **options)
+
+    def _placement(self, device_type: str) -> Placement:
+        """Return how ranks with such devices average inside hosts; chosen when it is first asked for."""
+        if device_type not in self._placements:
+            assert self._hosts is not None, "the ranks have agreed on where they are"
+            options, links = self._options, [link[device_type] for link in self._links]
+            self._placements[device_type] = choose_placement(
+                self._logged_as, self._hosts, links, options.intra_node, options.bits
+            )
+        return self._placements[device_type]
+
+    def _task(
+        self,
+        plan: Plan,
+        step: Step,
+        owners: Sequence[Owner],
+        device: torch.device,
+        not_finite: NotFinite | None,
+        label: int,
+    ) -> Task:
+        residuals = self._feedback.residuals(step, owners, plan.slots["own"], plan.slots["shard"], device)
+        return Task(plan, residuals.span, not_finite, label)
 
     def _scratch(self, device: torch.device) -> list[Scratch]:
         if is_captured(device):
@@ -209,31 +359,18 @@ class Averager:
 def is_sampled(number: int, every: int) -> bool:
     """Return whether a bucket is the one in ``every`` that is sampled, by its number; with 0 none is.
 
-    The first one is; of the next so many buckets one at any place, the same on all ranks: at a fixed place it
-    could always be the same bucket of a backward pass.
+    The first one is; of the next so many buckets a random one, the same on all ranks: a fixed one could
+    always be the same bucket of a backward pass.
     """
     if every == 0:
         return False
-    turn, place = divmod(number, every)
-    return place == (zlib.crc32(turn.to_bytes(8, "little")) % every if turn else 0)
+    turn, index = divmod(number, every)
+    return index == (zlib.crc32(turn.to_bytes(8, "little")) % every if turn else 0)
 
 
 def is_captured(device: torch.device) -> bool:
     """Return whether what runs on a device now becomes part of a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-@functools.lru_cache(maxsize=64)  # asked for with every bucket
-def plan_digest(options: Options, ranks: int) -> str:
-    """Return a digest of how so many ranks average, equal on ranks whose packages plan alike."""
-    formats = Formats(options.scatter_layout, options.gather_layout, 4)
-    plans = [
-        plan(place, 0, count, formats, on_streams=on_streams)
-        for place in (Placement(tuple(range(ranks)), "flat"), Placement((0, 0, 1), "full"))
-        for plan, count in ((plan_average, 1 << 24), (plan_reduce_scatter, 1 << 20))
-        for on_streams in (True, False)
-    ]
-    return hashlib.sha256(repr(plans).encode()).hexdigest()[:16]
 
 
 def _set_apart(gradients: Sequence[torch.Tensor], world_size: int) -> torch.Tensor:

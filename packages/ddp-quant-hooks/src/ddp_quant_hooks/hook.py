@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_compress_hooks import allreduce_hook
-from ddp_quant_hooks.exchange.values import Values, flat_real
-from ddp_quant_hooks.feedback.step import Step, value_count
+from ddp_quant_hooks.exchange.values import Values
+from ddp_quant_hooks.feedback.step import Step
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from dist_utils.comm_hooks import buckets_only, check_gradient_dtype, completed_future, failed_future, is_pair
 from dist_utils.torch_compat import GradBucket, profiler_range
@@ -93,39 +93,21 @@ def _average(
     state: QuantizedAllreduceState, step: Step, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in few bits, or without compression where that is not worth it; and count it."""
-    buffer, group, averager = bucket.buffer(), state.process_group, state.averager
+    buffer, group, average, outcome = bucket.buffer(), state.process_group, state.average, step.outcome
     if buffer.numel() == 0:
         return completed_future(buffer)
-    owners, tensors, exact = bucket.parameters(), [buffer], list[torch.Tensor]()
-    quantized = not buffer.is_sparse and averager.quantizes(buffer.dtype, buffer.nbytes, group.size())
-    if quantized and state.options.exact_1d:
-        owners, tensors, exact = _without_small(bucket)
-    if not quantized or not tensors:
+    owners = bucket.parameters()
+    if buffer.is_sparse or not average.quantizes(owners, [buffer], group.size()):
         return allreduce_hook(group, bucket).then(_count_when_done(state, step, group, buffer))
-    values, outcome = Values(tensors), step.outcome
-    how = averager.prepare(group, step, owners, values.count, buffer)
+    task = average.prepare(group, step, owners, [buffer])
 
     def job(private_group: dist.ProcessGroup) -> torch.Tensor:
         with outcome.watch():
-            averager.average(private_group, values, how, exact=exact)
+            average.run(private_group, Values([buffer]), task)
         return buffer
 
     name = f"quantized_allreduce_hook:average_bucket_{bucket.index()}"
     return state.worker.submit(job, device=buffer.device, name=name)
-
-
-def _without_small(bucket: GradBucket) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Return the parameters of two or more dimensions, their gradients, and those of all other parameters.
-
-    DDP's buckets of complex parameters are real and twice as long, which ``bucket.gradients()`` ignores.
-    """
-    parameters, buffer = bucket.parameters(), bucket.buffer()
-    sizes = [2 * one.numel() if buffer.is_complex() else value_count(one) for one in parameters]
-    parts = torch.split(flat_real(buffer), sizes)
-    both = list(zip(parameters, parts, strict=True))
-    large = [(parameter, part) for parameter, part in both if parameter.dim() > 1 and part.numel()]
-    small = [part for parameter, part in both if parameter.dim() <= 1]
-    return [parameter for parameter, _ in large], [part for _, part in large], small
 
 
 def _count_when_done(
@@ -137,7 +119,7 @@ def _count_when_done(
     """
     counter, outcome, with_feedback = state.counter, step.outcome, state.feedback.wanted
     world_size, nbytes = group.size(), 0 if buffer.is_sparse else buffer.nbytes
-    sent, outside = state.averager.bytes_of_ring(group, nbytes)
+    sent, outside = state.average.bytes_of_ring(group, nbytes)
 
     def note(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         mean = outcome.of_mean(done) if with_feedback else done.value()

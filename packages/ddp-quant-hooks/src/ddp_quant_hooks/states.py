@@ -12,15 +12,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_quant_hooks.averaging import Averager, is_captured, plan_digest
-from ddp_quant_hooks.exchange.placement import choose_placement, link_inside_host
+import ddp_quant_hooks
+from ddp_quant_hooks.averaging import FewBits, is_captured
+from ddp_quant_hooks.exchange.placement import link_inside_host
 from ddp_quant_hooks.feedback.checkpoint import FeedbackState
 from ddp_quant_hooks.kernels.layout import WIRE_VERSION, Format
 from ddp_quant_hooks.options import ErrorFeedback, check_options
 from ddp_quant_hooks.statistics import Counter, Statistics
 from dist_utils import AgreementError, GroupLike, OrderedWorker, resolve_group
 from dist_utils.comm_hooks import Bucket
-from dist_utils.process_groups import runs_on_host
+from dist_utils.process_groups import device_types, runs_on_host
 
 
 class QuantizedAllreduceState(FeedbackState):
@@ -122,9 +123,8 @@ class QuantizedAllreduceState(FeedbackState):
         self.options = options
         """The options, with the defaults filled in. They do not change: the ranks have compared them."""
         self.counter = Counter()
-        self.averager = Averager(options, self.feedback, self.counter)
+        self.average = FewBits(options, self.feedback, self.counter)
         self._placed_by: OrderedWorker | None = None
-        self._device = torch.device("cpu")
 
     @property
     def statistics(self) -> Statistics:
@@ -139,7 +139,7 @@ class QuantizedAllreduceState(FeedbackState):
         """
         super().close()
         self._placed_by = None
-        self.averager.start_over()
+        self.average.start_over()
         self.feedback.drop_failed_step()
 
     def identity(self) -> dict[str, Any]:
@@ -160,13 +160,20 @@ class QuantizedAllreduceState(FeedbackState):
 
     def terms(self) -> dict[str, object]:
         """Return what must be equal on all ranks, by name."""
-        plans = plan_digest(self.options, self.process_group.size())
-        return {**super().terms(), **vars(self.options), "wire format and plans": f"{WIRE_VERSION} {plans}"}
+        version = {"version of ddp-quant-hooks": ddp_quant_hooks.__version__, "wire format": WIRE_VERSION}
+        return {**super().terms(), **vars(self.options), **version}
 
     def note(self) -> str:
-        """Return what joins this rank with the others of its host, and which these are if it was told."""
-        link = link_inside_host(self._device, on_host=runs_on_host(self.process_group, self._device))
-        return json.dumps([link, self._node()])
+        """Return what joins this rank with the others of its host, and which these are if it was told.
+
+        For every type of device that the group serves: nobody knows yet where gradients will be.
+        """
+        group = self.process_group
+        links = {
+            kind: link_inside_host(kind, on_host=runs_on_host(group, torch.device(kind)))
+            for kind in device_types(group)
+        }
+        return json.dumps([links, self._node()])
 
     def require_same_bucket(self, title: str, bucket: Bucket) -> None:
         """Do as :class:`dist_utils.comm_hooks.HookState`, and learn where the ranks are.
@@ -175,7 +182,6 @@ class QuantizedAllreduceState(FeedbackState):
             AgreementError: As there; or the ranks of a node name different ones.
             ValueError: The levels do not fit the ranks, or their hosts.
         """
-        self._device = bucket.buffer().device
         super().require_same_bucket(title, bucket)
         self._place()
 
@@ -183,7 +189,6 @@ class QuantizedAllreduceState(FeedbackState):
         self, title: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor]
     ) -> None:
         """Do as :meth:`require_same_bucket`, for a call on plain tensors."""
-        self._device = tensors[0].device
         super().require_same_call(title, terms, tensors)
         self._place()
 
@@ -195,8 +200,7 @@ class QuantizedAllreduceState(FeedbackState):
         links, nodes = zip(*map(json.loads, worker.notes()), strict=True)
         hosts = worker.hosts() if nodes[0] is None else _node_numbers(nodes)
         name = type(self).__name__ if worker.process_group.rank() == 0 else None
-        placement = choose_placement(name, hosts, links, self.options.intra_node, self.options.bits)
-        self.averager.place(placement)
+        self.average.learn_hosts(hosts, links, name)
         self._placed_by = worker
 
     def _node(self) -> list[int] | None:

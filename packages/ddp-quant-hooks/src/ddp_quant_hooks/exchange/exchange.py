@@ -20,7 +20,6 @@ from ddp_quant_hooks import kernels
 from ddp_quant_hooks.exchange.plan import Chunk, Delivery, Lost, Plan, Stage, Way
 from ddp_quant_hooks.exchange.scratch import Scratch
 from ddp_quant_hooks.exchange.values import Values, put_back
-from ddp_quant_hooks.feedback.store import BucketResiduals
 from ddp_quant_hooks.kernels import Layout
 from dist_utils import start_messages
 
@@ -32,6 +31,7 @@ Exchange: TypeAlias = Generator[None, None, None]
 """An exchange of some values: it pauses wherever it would wait."""
 
 NotFinite: TypeAlias = Callable[[torch.Tensor], None]
+Residuals: TypeAlias = Callable[[str, int, int], tuple[torch.Tensor | None, torch.Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class Task:
 
     Attributes:
         plan: Who sends what to whom.
-        residuals: Rounding errors of earlier steps, which are added, and of this one.
+        residual: Returns the rounding errors of some values, given the name of their slot, where they start
+            in it, and how many they are: those of earlier steps, which are added, and the memory for those of
+            this step; twice ``None`` where nothing is kept.
         not_finite: Called for each chunk with a flag, whether a value of its mean is not finite; ``None`` if
             that is not needed.
         label: What the messages are about; identical on all ranks. On Gloo, ranks with different labels wait
@@ -49,17 +51,16 @@ class Task:
     """
 
     plan: Plan
-    residuals: BucketResiduals
+    residual: Residuals
     not_finite: NotFinite | None = None
     label: int = 0
     sampled: bool = False
 
-    def residual(self, lost: Lost | None, length: int) -> dict[str, torch.Tensor | None]:
+    def residual_of(self, lost: Lost | None, length: int) -> dict[str, torch.Tensor | None]:
         """Return the residuals of some values, for the kernels."""
         if lost is None:
             return {}
-        kept = self.residuals.shard if lost.of_means else self.residuals.own
-        residual, new_residual = kept.span(lost.start, length)
+        residual, new_residual = self.residual(lost.slot, lost.start, length)
         return {"residual": residual, "new_residual": new_residual}
 
 
@@ -217,7 +218,7 @@ class _ChunkExchange:
         if stage.way is Way.ONE_SHOT:
             messages = answers.view(2, -1).unbind()
             own, layout = messages[stage.place], self.task.plan.formats.scatter
-            residual = self.task.residual(stage.lost, values.numel())
+            residual = self.task.residual_of(stage.lost, values.numel())
             kernels.encode_shards(values, [own], stage.lengths, layout, **residual)
             yield from self._swap(stage, [own] * 2, messages, 0)
             return
@@ -225,7 +226,7 @@ class _ChunkExchange:
         if stage.way is Way.TWO_SHOT:
             incoming = yield from self._scatter_few_bits(stage, values, answers)
             length, formats = stage.lengths[stage.place], self.task.plan.formats
-            residual = self.task.residual(stage.lost_mean, length)
+            residual = self.task.residual_of(stage.lost_mean, length)
             kernels.reduce(incoming, formats.scatter, length, mine, formats.gather, **residual)
         else:
             sums = yield from self._sums(stage, values, answers)
@@ -279,7 +280,7 @@ class _ChunkExchange:
         """
         formats, fits = self.task.plan.formats, stage.answers == stage.outgoing
         memory = answers if answers is not None and fits else self.scratch.take(stage.outgoing.total)
-        residual = self.task.residual(stage.lost, values.numel())
+        residual = self.task.residual_of(stage.lost, values.numel())
         shards = stage.outgoing.shards(memory)
         kernels.encode_shards(values, shards, stage.lengths, formats.scatter, **residual)
         outgoing = stage.outgoing.messages(memory)
@@ -302,7 +303,7 @@ class _ChunkExchange:
         me, layout = stage.ranks[stage.place], self.task.plan.formats.scatter
         size, count = layout.message_bytes(length), len(delivery.receivers)
         outgoing = torch.split(self.scratch.take(size * count), size)
-        residual = self.task.residual(delivery.lost, sums.numel())
+        residual = self.task.residual_of(delivery.lost, sums.numel())
         kernels.encode_shards(sums, outgoing, [length] * count, layout, **residual)
         mine = outgoing[delivery.receivers.index(me)]
         incoming = [mine if rank == me else self.scratch.take(size) for rank in delivery.senders]

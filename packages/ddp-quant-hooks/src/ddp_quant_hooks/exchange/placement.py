@@ -80,24 +80,26 @@ def choose_placement(
     return Placement(tuple(hosts), inside)
 
 
-def link_inside_host(device: torch.device, *, on_host: bool) -> str:
+def link_inside_host(device_type: str, *, on_host: bool) -> str:
     """Return what joins this rank's device with the others of its host.
 
     Args:
-        device: Where the gradients are.
+        device_type: The type of the devices where gradients are. It is this rank's current one.
         on_host: Whether the host itself sends them.
     """
-    if on_host or device.type == "cpu":
+    if on_host or device_type == "cpu":
         return _MEMORY
-    return _NVLINK if device.type == "cuda" and _nvlink_joins(device) else _UNKNOWN
+    return _NVLINK if device_type == "cuda" and _nvlink_joins() else _UNKNOWN
 
 
-def _nvlink_joins(device: torch.device) -> bool:
-    """Return whether NVLink joins a GPU with every other one of its host, as far as the driver says.
+def _nvlink_joins() -> bool:
+    """Return whether NVLink joins the current GPU with every other one of its host, as the driver says.
 
     NVML, through ``cuda-core`` (the extra ``cuda``), knows GPUs that this process cannot see, too.
     """
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # so no rank may have chosen its GPU
+        return False
+    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     try:
         from cuda.core import system  # noqa: PLC0415 - an optional dependency, needed only with GPUs
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -102,11 +103,20 @@ class Packing:
         return torch.split(memory, list(self.owned_sizes))
 
 
+Slot: TypeAlias = Literal["own", "shard"]
+
+
 @dataclass(frozen=True)
 class Lost:
-    """Where a residual begins: among those of values that this rank is the first to round, or of means."""
+    """Where a residual begins.
 
-    of_means: bool
+    Attributes:
+        slot: Among those of values that this rank is the first to round (``"own"``), or of means that it has
+            computed (``"shard"``).
+        start: In the order of the slot's values.
+    """
+
+    slot: Slot
     start: int
 
 
@@ -219,8 +229,7 @@ class Plan:
         formats: Of all messages.
         chunks: In their order.
         enlarge: By what means are multiplied when they have been decoded.
-        own: The values that this rank's own residual is of: those that it is the first to round, in order.
-        means: The values that its residual of means is of.
+        slots: The values that this rank rounds, in the order of their residuals, by slot.
         bytes_sent: The bytes of all messages that this rank sends.
         bytes_between_hosts: The bytes of those to ranks on other hosts.
     """
@@ -228,8 +237,7 @@ class Plan:
     formats: Formats
     chunks: tuple[Chunk, ...]
     enlarge: float
-    own: tuple[Span, ...]
-    means: tuple[Span, ...]
+    slots: Mapping[Slot, tuple[Span, ...]]
     bytes_sent: int
     bytes_between_hosts: int
 
@@ -308,10 +316,9 @@ class _Planner:
         flat = placement.inside == "flat"
         self.rows = [[one] for one in range(world_size)] if flat else placement.rows()
         self._row = next(row for row in self.rows if rank in row)
-        # What is rounded first, and means: where, and how many values so far.
-        self._own: list[Span] = []
-        self._means: list[Span] = []
-        self._lost = [0, 0]
+        # What is rounded: where, and how many values so far.
+        self._slots: dict[Slot, list[Span]] = {"own": [], "shard": []}
+        self._lost: dict[Slot, int] = {"own": 0, "shard": 0}
         self._world_size = world_size
         # The mean over rows of what each row hands on is the mean over ranks, made smaller by a power of two
         # if a large row would hand on more than its largest value.
@@ -328,7 +335,8 @@ class _Planner:
         for rank, size in (message for chunk in made for message in chunk.sends(self._formats)):
             sent += size
             outside += size if hosts[rank] != hosts[self._rank] else 0
-        return Plan(self._formats, made, self.enlarge, tuple(self._own), tuple(self._means), sent, outside)
+        slots = {slot: tuple(spans) for slot, spans in self._slots.items()}
+        return Plan(self._formats, made, self.enlarge, slots, sent, outside)
 
     def average(self, span: Span, shards: int, sizes: tuple[int, ...]) -> Stage:
         """Return the stage of a chunk that all ranks get."""
@@ -444,10 +452,10 @@ class _Planner:
 
     def _lose(self, *spans: Span, of_means: bool, weight: float) -> Lost:
         """Note that values are rounded, and their weight in the mean; return where their residual begins."""
-        noted = self._means if of_means else self._own
-        lost = Lost(of_means, self._lost[of_means])
-        self._lost[of_means] += sum(map(len, spans))
-        noted.extend(replace(span, weight=weight) for span in spans if len(span))
+        slot: Slot = "shard" if of_means else "own"
+        lost = Lost(slot, self._lost[slot])
+        self._lost[slot] += sum(map(len, spans))
+        self._slots[slot].extend(replace(span, weight=weight) for span in spans if len(span))
         return lost
 
 

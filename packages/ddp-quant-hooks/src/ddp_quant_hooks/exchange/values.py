@@ -50,6 +50,10 @@ class Values:
         """Return a copy of all numbers."""
         return torch.cat([part.to(dtype) for part in self._parts])
 
+    def parts_of(self, spans: Sequence[Span]) -> list[torch.Tensor]:
+        """Return the numbers of several spans, in the tensors that have them."""
+        return [part for span in spans for part in self.parts(span)]
+
     def parts(self, span: Span) -> list[torch.Tensor]:
         """Return the numbers of a span, in the tensors that have them."""
         first = bisect_right(self._starts, span.start) - 1

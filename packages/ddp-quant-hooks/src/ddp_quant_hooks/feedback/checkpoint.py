@@ -342,7 +342,7 @@ class FeedbackState(HookState):
         for name, entry in state["parameters"].items():
             residuals.append((_parameter(name, entry, known), _residuals(name, entry)))
         for name, entry in state["keys"].items():
-            residuals.append((Key(name, _count(entry["length"])), _residuals(name, entry)))
+            residuals.append((Key(name, [_count(entry["length"])]), _residuals(name, entry)))
         return Saved(residuals, _count(state["steps"]), places)
 
     def take_over(self, checked: Saved) -> None:

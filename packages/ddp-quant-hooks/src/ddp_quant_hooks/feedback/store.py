@@ -30,15 +30,27 @@ class Key:
 
     Args:
         name: The key of a call, with the number of the tensor if there are several.
-        count: The number of values.
+        shape: The shape of the values.
+        is_complex: Whether they are complex.
 
     Attributes:
+        shape: The shape that they have now.
         contents: What the values are, if they are not always the same of equal number; ``None``: not known.
     """
 
-    def __init__(self, name: str, count: int) -> None:
-        self.name, self.count = name, count
+    def __init__(self, name: str, shape: Sequence[int], *, is_complex: bool = False) -> None:
+        self.name, self.shape, self.is_complex = name, torch.Size(shape), is_complex
         self.contents: object = None
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> Key:
+        """Return a key that names the values of a tensor."""
+        return cls(name, tensor.shape, is_complex=tensor.is_complex())
+
+    @property
+    def count(self) -> int:
+        """The number of real values; a complex number has two."""
+        return self.shape.numel() * (2 if self.is_complex else 1)
 
 
 Owner: TypeAlias = torch.Tensor | Key
@@ -194,6 +206,10 @@ class BucketResiduals:
         """Both kinds."""
         return self.own, self.shard
 
+    def span(self, slot: str, start: int, length: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return a part of a slot: what the step reads, and what it writes; twice ``None``: nothing."""
+        return (self.own if slot == "own" else self.shard).span(start, length)
+
 
 class _Place(NamedTuple):
     """The bucket in which an owner last came, where its values begin there, and how many there were."""
@@ -317,9 +333,11 @@ class Feedback:
         self._written.append(bucket)
         return bucket
 
-    def key(self, name: str, count: int) -> Key:
-        """Return the key of this name, always the same one."""
-        return self.keys.setdefault(name, Key(name, count))
+    def key_of(self, name: str, tensor: torch.Tensor) -> Key:
+        """Return the key of this name, always the same one, for values of another shape."""
+        key = self.keys.setdefault(name, Key.of(name, tensor))
+        key.shape, key.is_complex = tensor.shape, tensor.is_complex()
+        return key
 
     def require_length(self, name: str, count: int) -> None:
         """Raise ``ValueError`` if a key was used with another number of values, which its residual has."""

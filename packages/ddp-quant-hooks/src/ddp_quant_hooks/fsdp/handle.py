@@ -131,7 +131,7 @@ class Handle(Replacement):
         has_same = known is None or (known.count, known.contents or trained) == (count, trained)
         if not (has_all and has_same):
             feedback.free(key)
-        feedback.key(key, count).contents = trained
+        feedback.key_of(key, gradients).contents = trained
         return key
 
     def _agree_at_end(self, step: Step, device: torch.device) -> None:

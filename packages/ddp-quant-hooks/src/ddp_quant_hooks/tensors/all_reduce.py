@@ -93,46 +93,37 @@ def all_reduce(
     """
     state, tensors = check_state("all_reduce", group), checked_tensors("all_reduce", tensor)
     call = Call("all_reduce", state, tensors, op, key)
-    terms: dict[str, object] = {}
-    if state.options.exact_1d:
-        terms["of at most one dimension"] = [one.dim() <= 1 for one in tensors if one.numel()]
 
     def start() -> list[Future]:
         return [_start(call, places) for places in same_kind(tensors)]
 
-    return call.run(start, tensor if async_op else None, **terms)
+    return call.run(start, tensor if async_op else None)
 
 
 def _start(call: Call, places: Sequence[int]) -> Future:
     """Average those of a call's tensors that are of one dtype and device, as one bucket."""
     originals = [call.tensors[place] for place in places]
     state, mean, with_feedback, outcome = call.state, call.mean, call.with_feedback, call.step.outcome
-    averager, world_size, first = state.averager, state.process_group.size(), originals[0]
-    nbytes = sum(tensor.nbytes for tensor in originals)
-    large = [
-        index for index, tensor in enumerate(originals) if tensor.dim() > 1 or not state.options.exact_1d
-    ]
-    small = [index for index in range(len(originals)) if index not in large]
+    average, group, first = state.average, state.process_group, originals[0]
+    world_size, nbytes = group.size(), sum(tensor.nbytes for tensor in originals)
+    keys = [call.key_of(place) for place in places]
     task = None
-    if large and averager.quantizes(first.dtype, nbytes, world_size):
-        keys = [call.key_of(places[index]) for index in large]
-        count = sum(key.count for key in keys)
-        task = averager.prepare(state.process_group, call.step, keys, count, first, label=call.label)
+    if average.quantizes(keys, originals, world_size):
+        task = average.prepare(group, call.step, keys, originals, label=call.label)
 
     # A job even without compression, so that futures complete in the order of the calls, on the state's
     # thread. Copies are made in it: on an accelerator it runs on another stream than the caller's.
     def job(private_group: dist.ProcessGroup) -> torch.Tensor:
         dense = [_dense(tensor) for tensor in originals]
         if task is not None:
-            values = Values([dense[index] for index in large])
-            averager.average(private_group, values, task, exact=[dense[index] for index in small])
+            average.run(private_group, Values(dense), task)
             if not mean:
                 for tensor in dense:
                     tensor.mul_(world_size)
         else:
             op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
             ddp_compress_hooks.all_reduce(dense, op, private_group)
-            averager.count_plain(private_group, nbytes)
+            average.count_plain(private_group, nbytes)
         if with_feedback and not (mean and task is not None):  # that mean is checked already
             for tensor in dense:
                 outcome.not_finite(~tensor.isfinite().all())

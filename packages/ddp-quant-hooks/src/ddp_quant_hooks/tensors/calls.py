@@ -132,15 +132,16 @@ class Call:
 
     def key_of(self, number: int) -> Key:
         """Return what the residuals of a tensor belong to."""
-        count = value_count(self.tensors[number])
-        return self.state.feedback.key(self._name_of(number), count) if self.with_feedback else Key("", count)
+        tensor = self.tensors[number]
+        if not self.with_feedback:
+            return Key.of("", tensor)
+        return self.state.feedback.key_of(self._name_of(number), tensor)
 
-    def run(
-        self, start: Callable[[], list[Future]], result: Tensors | None, **terms: object
-    ) -> Future | None:
+    def run(self, start: Callable[[], list[Future]], result: Tensors | None) -> Future | None:
         """Let the ranks agree, start the call, and wait for it unless there is a ``result`` for a future."""
-        terms |= {"op": "AVG" if self.mean else "SUM", "key": self._key}
         state, filled = self.state, [tensor for tensor in self.tensors if tensor.numel()]
+        keys = [Key.of("", tensor) for tensor in filled]
+        terms = {"op": "AVG" if self.mean else "SUM", "key": self._key, **state.average.terms_of(keys)}
         worker = state.worker
         like = filled[0] if filled else torch.empty(0)
         started: list[Future] = []

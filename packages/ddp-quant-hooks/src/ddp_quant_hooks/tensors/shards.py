@@ -90,8 +90,7 @@ def reduce_scatter_tensor(
     """
     name = "reduce_scatter_tensor"
     state = check_state(name, group)
-    if state.options.exact_1d:
-        raise ValueError(f"{name}: exact_1d does not work: shards of parameters have no dimensions")
+    state.average.refuse_shards(name)
     world_size = state.process_group.size()
     target, source = _check_shards(name, world_size, output, input)
     call = Call(name, state, [source], op, key)
@@ -129,10 +128,10 @@ def _check_shards(
 
 def _start(call: Call, target: torch.Tensor, source: torch.Tensor) -> Future:
     state, mean, with_feedback, outcome = call.state, call.mean, call.with_feedback, call.step.outcome
-    averager, world_size = state.averager, state.process_group.size()
+    average, world_size = state.average, state.process_group.size()
     task, flags = None, list[torch.Tensor]()
-    if averager.quantizes(source.dtype, source.nbytes, world_size):
-        task = averager.prepare_reduce_scatter(
+    if average.quantizes([call.key_of(0)], [source], world_size):
+        task = average.prepare_shards(
             state.process_group,
             call.step,
             call.key_of(0),
@@ -146,14 +145,14 @@ def _start(call: Call, target: torch.Tensor, source: torch.Tensor) -> Future:
             record_use(tensor)  # the caller may drop it before this stream is done with it
         values, shard = flat_real(source), flat_real(target)
         if task is not None:
-            averager.reduce_scatter(group, values, shard, task)
+            average.run_shards(group, values, shard, task)
             if not mean:
                 shard *= world_size
         else:
             shares = values / world_size if mean else values
             torch_compat.reduce_scatter_single(shard, shares, group=group)
             torch.autograd.graph.increment_version(shard)  # the backend does not tell autograd
-            averager.count_plain(group, source.nbytes // 2)
+            average.count_plain(group, source.nbytes // 2)
         if with_feedback:
             if not (mean and task is not None):  # that mean is checked already
                 flags.append(~shard.isfinite().all())
