@@ -176,17 +176,18 @@ def _average(
         check_gradient_dtype(gradient)
         return graph.average(state, group, gradient, wire_dtype)  # type: ignore[return-value]
 
-    state.bucket_came()
     with profiler_range(f"{name}:bucket_{bucket.index()}"):
         buffer = bucket.buffer()
         check_gradient_dtype(buffer)
-        if group.size() == 1 or buffer.numel() == 0:
-            return completed_future(buffer)
         try:
-            state.require_same_bucket(name, bucket)
-        except RuntimeError as error:
+            if group.size() == 1 or buffer.numel() == 0:
+                state.bucket_came()
+                return completed_future(buffer)
+            state.begin_bucket(name, bucket)
+            if buffer.is_sparse:
+                return sparse_mean(group, buffer)
+            job_name = f"{name}:average_bucket_{bucket.index()}"
+            return start_sum(state, buffer, wire_dtype, divisor=group.size(), name=job_name)
+        except Exception as error:  # noqa: BLE001 - raised here, it would leave DDP in the middle of a pass
+            state.fail(error)
             return failed_future(error, buffer)
-        if buffer.is_sparse:
-            return sparse_mean(group, buffer)
-        job_name = f"{name}:average_bucket_{bucket.index()}"
-        return start_sum(state, buffer, wire_dtype, divisor=group.size(), name=job_name)

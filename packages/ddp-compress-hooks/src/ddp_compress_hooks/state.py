@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dist_utils import GroupLike
-from dist_utils.comm_hooks import HookState
+from dist_utils.comm_hooks import Bucket, HookState, require_same_bucket, require_same_call
 
 Accumulate: TypeAlias = Literal["wire", "fp32"]
 
@@ -101,8 +101,13 @@ class CompressState(HookState):
 class _DefaultState(CompressState):
     """The options of a hook that was given a group. What ranks agree on is remembered for the group."""
 
-    def _owner_of_terms(self) -> dist.ProcessGroup:
-        return self.process_group
+    def require_same_bucket(self, title: str, bucket: Bucket) -> None:
+        require_same_bucket(self.process_group, title, {}, bucket)
+
+    def require_same_call(
+        self, title: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        require_same_call(self.process_group, title, terms, tensors)
 
 
 GroupOrState: TypeAlias = dist.ProcessGroup | DeviceMesh | CompressState | None

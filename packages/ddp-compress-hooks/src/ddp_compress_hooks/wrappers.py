@@ -22,10 +22,9 @@ from dist_utils.comm_hooks import (
     completed_future,
     failed_future,
     is_pair,
+    none_means_world,
 )
 from dist_utils.torch_compat import GradBucket, profiler_range
-
-_HOOKS_WHOSE_NONE_IS_WORLD = ("ddp_compress_hooks.", "torch.distributed.algorithms.")
 
 
 def fp16_compress_wrapper(hook: CommHook) -> CommHook:
@@ -106,7 +105,7 @@ def _compress_wrapper(name: str, hook: CommHook, wire_dtype: torch.dtype, if_all
             return _run_on_bucket(inner, cast_to, hook_state, bucket, full_name)
 
     wrapped_hook.__qualname__ = full_name  # DDP logs it
-    wrapped_hook.__module__ = _module_of(hook)  # says whether ``None`` as the state means WORLD
+    wrapped_hook.__module__ = str(getattr(hook, "__module__", ""))  # for none_means_world()
     return wrapped_hook
 
 
@@ -126,7 +125,7 @@ def _run_on_bucket(
         try:
             if state is not None:
                 state.require_same_bucket(name, bucket)
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - raised here, it would leave DDP in the middle of a pass
             return failed_future(error, buffer)
         bucket.set_buffer(_compress(buffer, cast_to))
 
@@ -171,10 +170,6 @@ def _rank_count(state: CompressState | None) -> int:
     return dist.get_world_size() if state is None else state.process_group.size()
 
 
-def _module_of(hook: CommHook) -> str:
-    return str(getattr(hook, "__module__", ""))
-
-
 def _state_of(hook: CommHook, hook_state: Any) -> CompressState | None:
     """Return the state that compares buckets; ``None`` if that of a foreign hook does not name its group.
 
@@ -183,7 +178,7 @@ def _state_of(hook: CommHook, hook_state: Any) -> CompressState | None:
     """
     if isinstance(hook_state, CompressState):
         return hook_state
-    if hook_state is None and not _module_of(hook).startswith(_HOOKS_WHOSE_NONE_IS_WORLD):
+    if hook_state is None and not none_means_world(hook):
         return None
     named = None if hook_state is None else getattr(hook_state, "process_group", ...)
     group = hook_state if isinstance(hook_state, (dist.ProcessGroup, DeviceMesh)) else named

@@ -24,13 +24,7 @@ from ddp_quant_hooks.feedback.step import Kind, Step
 from ddp_quant_hooks.hook import check_buffer, quantized_allreduce_hook
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from dist_utils import GroupLike, resolve_group, torch_compat
-from dist_utils.comm_hooks import (
-    HookState,
-    buckets_only,
-    completed_future,
-    failed_future,
-    require_same_bucket,
-)
+from dist_utils.comm_hooks import Bucket, HookState, buckets_only, completed_future, failed_future
 from dist_utils.torch_compat import GradBucket
 
 if TYPE_CHECKING:
@@ -129,7 +123,7 @@ class AutoState(HookState):
         self.max_error = _check_limit(max_error)
         self._given = candidates
         self.candidates: Mapping[str, Candidate] = (
-            default_candidates(self._group) if candidates is None else _check_candidates(candidates)
+            default_candidates(process_group) if candidates is None else _check_candidates(candidates)
         )
         """The candidates, by name."""
         self._agreed: weakref.ref[dist.ProcessGroup] | None = None
@@ -181,7 +175,7 @@ class AutoState(HookState):
             "loaded choice": self._loaded,
         }
 
-    def begin_bucket(self, bucket: GradBucket) -> None:
+    def begin_bucket(self, title: str, bucket: Bucket) -> None:
         """Take note of a new bucket; in a trial the first one of a pass begins it.
 
         Raises:
@@ -191,7 +185,7 @@ class AutoState(HookState):
         self._agree()
         if not isinstance(self._now, Trial):
             return
-        require_same_bucket(self.worker, "auto_hook", {}, bucket)
+        self.require_same_bucket(title, bucket)
         task, index = torch_compat.graph_task_id(), bucket.index()
         if self._running is None or not self._running.includes(task, index):
             self._running = Step(Kind.BACKWARD)
@@ -425,7 +419,7 @@ def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torc
         return completed_future(buffer)
     state.refuse_capture(buffer)
     try:
-        state.begin_bucket(bucket)
+        state.begin_bucket("auto_hook", bucket)
     except RuntimeError as error:
         return failed_future(error.with_traceback(None), buffer)
     return state.average(bucket)

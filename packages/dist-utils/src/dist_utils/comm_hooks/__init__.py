@@ -1,5 +1,6 @@
 """Building blocks for authors of ``DistributedDataParallel`` communication hooks."""
 
+from dist_utils.comm_hooks.bucket_watch import BucketWatch
 from dist_utils.comm_hooks.buckets import (
     CommHook,
     buckets_only,
@@ -9,10 +10,10 @@ from dist_utils.comm_hooks.buckets import (
     failed_future,
     is_pair,
     joined_future,
+    none_means_world,
 )
 from dist_utils.comm_hooks.hook_state import (
     Bucket,
-    BucketWatch,
     HookState,
     require_same_bucket,
     require_same_call,
@@ -33,6 +34,7 @@ __all__ = [
     "failed_future",
     "is_pair",
     "joined_future",
+    "none_means_world",
     "require_same_bucket",
     "require_same_call",
     "same_kind",

@@ -23,6 +23,7 @@ GRADIENT_DTYPES = (
     torch.complex128,
 )
 
+_MODULES_WHOSE_NONE_IS_WORLD = ("ddp_compress_hooks.", "ddp_quant_hooks.", "torch.distributed.algorithms.")
 
 _T = TypeVar("_T")
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
@@ -57,6 +58,15 @@ def is_pair(bucket: object) -> TypeGuard[tuple[torch.Tensor, torch.Tensor]]:
     gradient in place, and return it.
     """
     return isinstance(bucket, tuple)
+
+
+def none_means_world(hook: object) -> bool:
+    """Return whether a hook averages over WORLD if its state is ``None``: those of this project and PyTorch.
+
+    Any other hook may know its group by itself. A wrapper that names the module of its hook as its own counts
+    as that hook.
+    """
+    return str(getattr(hook, "__module__", "")).startswith(_MODULES_WHOSE_NONE_IS_WORLD)
 
 
 def check_gradient_dtype(gradient: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The base of the states of hooks: what ranks agree on before they send, a worker, and hooks not in use."""
+"""The base of the states of hooks: what ranks agree on before they send, and a worker."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_utils import torch_compat
+from dist_utils.comm_hooks.bucket_watch import BucketWatch
 from dist_utils.process_groups.errors import FirstError
-from dist_utils.process_groups.groups import GroupLike, group_of_model, resolve_group
+from dist_utils.process_groups.groups import GroupLike, group_behind, group_of_model, resolve_group
 from dist_utils.process_groups.known_terms import KnownTerms
 from dist_utils.process_groups.ordered_worker import OrderedWorker
 
@@ -141,14 +141,15 @@ class HookState:
         >>> def my_hook(state, bucket):  # doctest: +SKIP
         ...     buffer = bucket.buffer()
         ...     try:
-        ...         state.require_same_bucket("my_hook", bucket)
-        ...     except RuntimeError as error:  # raised here, it would leave DDP in the middle of a pass
+        ...         state.begin_bucket("my_hook", bucket)
+        ...         return state.worker.submit(lambda group: average(buffer, group), device=buffer.device)
+        ...     except Exception as error:  # raised here, it would leave DDP in the middle of a pass
+        ...         state.fail(error)
         ...         return failed_future(error, buffer)
-        ...     return state.worker.submit(lambda group: average(buffer, group), device=buffer.device)
     """
 
     def __init__(self, process_group: GroupLike = None) -> None:
-        self._group = None if process_group is None else resolve_group(process_group)
+        self._group = None if process_group is None else weakref.ref(resolve_group(process_group))
         self._worker: OrderedWorker | None = None
         self._watch: BucketWatch | None = None
 
@@ -159,13 +160,13 @@ class HookState:
         Raises:
             ValueError: It was destroyed.
         """
-        return resolve_group(self._group)
+        return group_behind(self._group)
 
     @property
     def worker(self) -> OrderedWorker:
         """The worker for jobs of several collectives; made at first use, and again after :meth:`close`."""
         group = self.process_group
-        if self._worker is None or self._worker.process_group is not group:
+        if self._worker is None or not self._worker.serves(group):
             self._worker = OrderedWorker(group, name=type(self).__name__, terms=self.terms, note=self.note)
         return self._worker
 
@@ -174,7 +175,11 @@ class HookState:
         return self.worker.hosts()
 
     def terms(self) -> Mapping[str, object]:
-        """Return what must be equal on all ranks, by name. They are compared before the first bucket."""
+        """Return what must be equal on all ranks, by name.
+
+        They are compared once, before the first bucket, and again after :meth:`close` or :meth:`bind`: who
+        changes them in between must close the state.
+        """
         return {}
 
     def note(self) -> str:
@@ -190,6 +195,9 @@ class HookState:
         If two backward passes of the model end and the hook has got no bucket, a warning says so: the hook is
         not registered with this module, or the framework that was told to register it has ignored it.
 
+        A state that was in use is closed, as :meth:`close` does: the ranks compare its terms again. Bind it
+        on every rank.
+
         Args:
             ddp: The ``DistributedDataParallel`` module that the state is for. It is not kept alive.
 
@@ -203,7 +211,11 @@ class HookState:
         Example:
             >>> ddp.register_comm_hook(state.bind(ddp), hook)  # doctest: +SKIP
         """
-        self._group = group_of_model(ddp, self._group)
+        named = None if self._group is None else self.process_group
+        group = group_of_model(ddp, named)
+        if self._worker is not None:
+            self.close()
+        self._group = weakref.ref(group)
         self.bucket_came()  # stop expecting buckets of an earlier model
         self._watch = BucketWatch(ddp, type(self).__name__)
         return self
@@ -214,17 +226,36 @@ class HookState:
             self._watch.end()
             self._watch = None
 
+    def begin_bucket(self, title: str, bucket: Bucket) -> None:
+        """Begin a bucket: what every hook calls first, and what a subclass extends by its own preparations.
+
+        The hook is in use, as :meth:`bucket_came` notes, and all ranks give it the same bucket.
+
+        Args:
+            title: The name of the hook.
+            bucket: From ``DistributedDataParallel``.
+
+        Raises:
+            AgreementError: As :meth:`require_same_bucket`. An error of a hook belongs to :meth:`fail` and to
+                :func:`dist_utils.comm_hooks.failed_future`.
+        """
+        self.require_same_bucket(title, bucket)
+
     def require_same_bucket(self, title: str, bucket: Bucket) -> None:
         """Return if all ranks give the same bucket to the same hook, or raise on all ranks.
 
-        The state's :meth:`terms` are compared first. A refusal is raised again until :meth:`close`. The hook
-        is in use, as :meth:`bucket_came` notes.
+        The state's :meth:`terms` are compared before the first bucket, and then what belongs to each bucket:
+        its index, dtype, length and sparsity. A refusal is raised again until :meth:`close`. The hook is in
+        use, as :meth:`bucket_came` notes.
+
+        A subclass that keeps what the ranks have agreed on elsewhere overrides this and
+        :meth:`require_same_call`.
 
         Raises:
             AgreementError: As :func:`dist_utils.comm_hooks.require_same_bucket`.
         """
         self.bucket_came()
-        require_same_bucket(self._owner_of_terms(), title, self.terms(), bucket)
+        require_same_bucket(self.worker, title, {}, bucket)
 
     def require_same_call(
         self, title: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor]
@@ -236,11 +267,16 @@ class HookState:
             terms: What must be equal besides the state's own terms, by name.
             tensors: The tensors of the call: their number, lengths, dtypes and kinds of device must be equal.
         """
-        require_same_call(self._owner_of_terms(), title, {**self.terms(), **terms}, tensors)
+        require_same_call(self.worker, title, terms, tensors)
 
-    def _owner_of_terms(self) -> OrderedWorker | dist.ProcessGroup:
-        """Return what remembers what the ranks have agreed on, and keeps a refusal."""
-        return self.worker
+    def fail(self, error: BaseException) -> None:
+        """Keep an error of the hook as the worker's first one, and end its private group.
+
+        The other ranks hear of it soon, and not only at their timeout. Does nothing if there is no worker.
+        See :meth:`OrderedWorker.fail`.
+        """
+        if self._worker is not None:
+            self._worker.fail(error)
 
     def wait(self) -> None:
         """Return when all jobs so far have run, with or without an error."""
@@ -264,81 +300,3 @@ class HookState:
                 stacklevel=2,
             )
         return {**self.__dict__, "_group": None, "_worker": None, "_watch": None}
-
-
-_PASSES = 2
-
-
-class BucketWatch:
-    """Warn once if two backward passes of a model have ended and the hook has received no bucket.
-
-    A hook that is not registered with the module that trains goes unnoticed: gradients are averaged in full
-    precision. This happens if a framework accepts a hook and ignores it, or wraps the model again.
-
-    Passes without communication (``no_sync()``) do not count, nor do those of DDP's Python reducer, which has
-    no buckets.
-
-    Args:
-        ddp: The model. Not kept alive by the watch; it keeps the watch alive until that ends.
-        state: The name of the hook's state, for the warning.
-
-    Cost:
-        An autograd hook on every trained parameter, until the first bucket arrives or the warning is given.
-
-    Example:
-        >>> watch = BucketWatch(ddp, "MyState")  # doctest: +SKIP
-        >>> watch.end()  # when a bucket has arrived # doctest: +SKIP
-    """
-
-    def __init__(self, ddp: DistributedDataParallel, state: str) -> None:
-        self._ddp = weakref.ref(ddp)
-        self._state = state
-        self._passes = 0
-        self._last_pass = -1
-        self._hooks: list[Any] = []
-        if _gives_buckets(ddp):
-            self._hooks = [
-                parameter.register_post_accumulate_grad_hook(self._got_gradient)  # type: ignore[no-untyped-call]
-                for parameter in ddp.parameters()
-                if parameter.requires_grad
-            ]
-
-    def end(self) -> None:
-        """Stop watching: a bucket has arrived, or none is expected."""
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def _got_gradient(self, _: torch.Tensor) -> None:
-        ddp = self._ddp()
-        if ddp is None:
-            self.end()
-            return
-        current = torch_compat.graph_task_id()
-        if current == self._last_pass or not ddp.require_forward_param_sync:  # inside no_sync()
-            return
-        self._last_pass = current
-        if torch_compat.inside_nested_backward():  # the pass around it is counted
-            return
-        self._passes += 1
-        if self._passes >= _PASSES:
-            torch_compat.after_backward(self._warn)
-
-    def _warn(self) -> None:
-        if not self._hooks:
-            return
-        self.end()
-        warnings.warn(
-            f"{_PASSES} backward passes of a model are over, and the communication hook of the {self._state} "
-            "that is bound to it has got no bucket: the hook is not registered with the "
-            "DistributedDataParallel module that trains, and gradients are averaged without it. Call "
-            "register_comm_hook(state, hook) of the module itself, where a framework does not",
-            stacklevel=2,
-        )
-
-
-def _gives_buckets(ddp: DistributedDataParallel) -> bool:
-    """Return whether a model gives its hook buckets, which DDP's Python reducer does not.
-
-    No public name up to torch 2.15.
-    """
-    return not torch_compat.private(ddp, "_use_python_reducer", "noticing hooks that get no bucket")

@@ -7,11 +7,10 @@ from dist_utils.process_groups.errors import drop_frames, error_text, same_error
 from dist_utils.process_groups.groups import (
     collective_device,
     device_types,
-    future_of_work,
     group_of_model,
     runs_on_host,
 )
-from dist_utils.process_groups.jobs import record_use
+from dist_utils.process_groups.jobs import future_of_work, record_use
 from dist_utils.process_groups.matching_tensors import TensorClaim, require_same_tensors
 from dist_utils.process_groups.messages import Arrival, all_gather_plain
 

@@ -6,6 +6,7 @@ ranks have found each other, works even then.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -19,13 +20,9 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from dist_utils import torch_compat
 from dist_utils.process_groups.errors import error_text
-from dist_utils.process_groups.groups import (
-    GroupLike,
-    resolve_group,
-    store_connection,
-    timeout_seconds,
-)
+from dist_utils.process_groups.groups import GroupLike, resolve_group, timeout_seconds
 
 
 class AgreementError(RuntimeError):
@@ -330,3 +327,25 @@ def _term_text(value: object) -> str:
         opened, closed = "[]" if kind is list else "()"
         return f"{opened}{', '.join(map(_term_text, value))}{closed}"  # type: ignore[call-overload]
     return repr(value)
+
+
+_spare: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+"""Connections that nobody uses, by the store that they were cloned from."""
+
+
+@contextlib.contextmanager
+def store_connection() -> Iterator[Any]:
+    """Lend a connection to the default group's store, which no other thread uses meanwhile.
+
+    A request that waits in the store blocks all others on its connection, and ranks may wait for each other.
+    torch 2.6 has one connection only. If the store's process is stopped, or the link to it is cut, a request
+    waits as torch's own do, until the process goes on or TCP gives up.
+    """
+    store: Any = torch_compat.default_store()
+    if not hasattr(store, "clone"):
+        yield store
+        return
+    spare = _spare.setdefault(store, [])
+    connection = spare.pop() if spare else store.clone()
+    yield connection
+    spare.append(connection)  # not after an error: an answer may still be on its way

@@ -1,11 +1,9 @@
-"""One way to name a process group; its ranks, devices and timeout; connections to the job's store."""
+"""One way to name a process group; its ranks, devices and timeout."""
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,10 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_utils import torch_compat
-from dist_utils.process_groups.jobs import empty_future
 
 GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 """What every function here accepts as a group: ``None`` is the default group (WORLD)."""
+
+_DESTROYED = (
+    "the process group was destroyed: make a new hook state, a new model, or whatever was made for it"
+)
 
 
 def resolve_group(group: GroupLike = None) -> dist.ProcessGroup:
@@ -66,15 +67,29 @@ def resolve_group(group: GroupLike = None) -> dist.ProcessGroup:
     try:
         rank = dist.get_rank(group)
     except ValueError as error:
-        raise ValueError(
-            "the process group was destroyed: make a new hook state, a new model, or whatever was made for it"
-        ) from error
+        raise ValueError(_DESTROYED) from error
     if rank < 0:
         raise ValueError(
             f"rank {dist.get_rank()} is not a member of the process group with ranks "
             f"{dist.get_process_group_ranks(group)}"
         )
     return group
+
+
+def group_behind(reference: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup:
+    """Return the group of something that does not keep it alive: torch's registry does, until its end.
+
+    Args:
+        reference: The group; ``None`` for WORLD.
+
+    Raises:
+        ValueError: The group was destroyed.
+        RuntimeError: There is no default process group yet.
+    """
+    group = None if reference is None else reference()
+    if group is None and reference is not None:
+        raise ValueError(_DESTROYED)
+    return resolve_group(group)
 
 
 def group_rank(group: GroupLike, global_rank: int) -> int:
@@ -146,23 +161,6 @@ def runs_on_host(group: dist.ProcessGroup, device: torch.device) -> bool:
     return device.type == "cpu" or f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
 
 
-def future_of_work(
-    work: dist.Work, group: dist.ProcessGroup, device: torch.device
-) -> torch.futures.Future[Any]:
-    """Return the future of a collective on tensors of ``device``, for readers on any stream.
-
-    Gloo's own futures know nothing of an accelerator's streams: in that case this waits until the collective
-    is done, and makes a future that does.
-    """
-    own: torch.futures.Future[Any] = work.get_future()
-    if device.type == "cpu" or not runs_on_host(group, device):
-        return own
-    work.wait()
-    done = empty_future(device)
-    done.set_result(own.wait())
-    return done
-
-
 def collective_device(group: dist.ProcessGroup) -> torch.device:
     """Return a device for small tensors that the caller makes: the CPU if ``group`` serves it."""
     types = device_types(group)
@@ -174,25 +172,3 @@ def collective_device(group: dist.ProcessGroup) -> torch.device:
 def timeout_seconds(group: dist.ProcessGroup) -> float:
     """Return how long a collective of ``group`` may take; torch's default if the group does not say."""
     return torch_compat.group_timeout(group, collective_device(group)).total_seconds()
-
-
-_spare: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-"""Connections that nobody uses, by the store that they were cloned from."""
-
-
-@contextlib.contextmanager
-def store_connection() -> Iterator[Any]:
-    """Lend a connection to the default group's store, which no other thread uses meanwhile.
-
-    A request that waits in the store blocks all others on its connection, and ranks may wait for each other.
-    torch 2.6 has one connection only. If the store's process is stopped, or the link to it is cut, a request
-    waits as torch's own do, until the process goes on or TCP gives up.
-    """
-    store: Any = torch_compat.default_store()
-    if not hasattr(store, "clone"):
-        yield store
-        return
-    spare = _spare.setdefault(store, [])
-    connection = spare.pop() if spare else store.clone()
-    yield connection
-    spare.append(connection)  # not after an error: an answer may still be on its way

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -12,12 +13,13 @@ import torch.distributed as dist
 
 from dist_utils import torch_compat
 from dist_utils.process_groups.errors import FirstError, drop_frames, same_error, undo_raise
+from dist_utils.process_groups.groups import runs_on_host
 
 T = TypeVar("T")
 
 
-class Place(NamedTuple):
-    """Where a job runs: on the host, or on a side stream of an accelerator, which waits for an event."""
+class JobStream(NamedTuple):
+    """Where a job's work is enqueued: on the host, or on a side stream that waits for the caller's event."""
 
     device: torch.device
     stream: torch.Stream | None = None
@@ -33,7 +35,7 @@ class Place(NamedTuple):
         return context
 
 
-HOST = Place(torch.device("cpu"))
+HOST = JobStream(torch.device("cpu"))
 
 
 class SideStreams:
@@ -42,15 +44,15 @@ class SideStreams:
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}
 
-    def behind_caller(self, device: torch.device) -> Place:
+    def behind_caller(self, device: torch.device) -> JobStream:
         """Return a stream for a job that follows all work enqueued on the caller's stream; none on CPU."""
         if device.type == "cpu":
             return HOST
         accelerator: Any = torch.get_device_module(device)
         device = torch.empty(0, device=device).device  # with its index
-        if device not in self._streams:
-            self._streams[device] = accelerator.Stream(device)
-        return Place(device, self._streams[device], accelerator.current_stream(device).record_event())
+        # Of two threads that make it at once, one wins.
+        stream = self._streams.get(device) or self._streams.setdefault(device, accelerator.Stream(device))
+        return JobStream(device, stream, accelerator.current_stream(device).record_event())
 
     def wait(self) -> None:
         """Make the caller's streams wait for what is enqueued so far. The host does not wait."""
@@ -59,15 +61,28 @@ class SideStreams:
             accelerator.current_stream(device).wait_stream(stream)
 
 
+class InsideJob(threading.local):
+    """Whether this thread is inside a job of one worker. Callbacks of the job's future are not inside."""
+
+    now = False
+
+    def call(self, job: Callable[[dist.ProcessGroup], T], group: dist.ProcessGroup) -> T:
+        """Call a job, with the note that this thread is inside of it."""
+        self.now = True
+        try:
+            return job(group)
+        finally:
+            self.now = False
+
+
 class Job(Generic[T]):
     """A job and the future of its result.
 
-    Torch's operators use as many threads as on the thread that makes the job, and treat subnormal numbers in
-    the same way.
+    Torch's operators treat subnormal numbers as on the thread that makes the job.
 
     Args:
         call: Called with the group that its collectives use.
-        place: Where it runs.
+        stream: What its work is enqueued on.
         name: What a profiler calls it.
 
     Attributes:
@@ -76,10 +91,10 @@ class Job(Generic[T]):
 
     result: torch.futures.Future[T]
 
-    def __init__(self, call: Callable[[dist.ProcessGroup], T], place: Place, name: str) -> None:
-        self._call, self._place, self._name = call, place, name
-        self._threads, self._flushes_denormals = torch.get_num_threads(), _flushes_denormals()
-        self._done, self.result = new_future(place.device)
+    def __init__(self, call: Callable[[dist.ProcessGroup], T], stream: JobStream, name: str) -> None:
+        self._call, self._stream, self._name = call, stream, name
+        self._flushes_denormals = _flushes_denormals()
+        self._done, self.result = new_future(stream.device)
 
     def run(
         self,
@@ -103,11 +118,9 @@ class Job(Generic[T]):
         try:
             if group is None:
                 raise RuntimeError(f"the process group of {self._name} was destroyed")
-            if torch.get_num_threads() != self._threads:  # a setting of each thread
-                torch.set_num_threads(self._threads)
-            if _flushes_denormals() != self._flushes_denormals:  # likewise
+            if _flushes_denormals() != self._flushes_denormals:  # a setting of each thread
                 torch.set_flush_denormal(self._flushes_denormals)
-            with self._place.enter():
+            with self._stream.enter():
                 with torch_compat.profiler_range(self._name):
                     result = self._call(group)
                 self._done.set_result(result)
@@ -121,6 +134,23 @@ class Job(Generic[T]):
     def fail(self, error: BaseException) -> None:
         """Complete the future with a copy of this error."""
         fail(self._done, error)
+
+
+def future_of_work(
+    work: dist.Work, group: dist.ProcessGroup, device: torch.device
+) -> torch.futures.Future[Any]:
+    """Return the future of a collective on tensors of ``device``, for readers on any stream.
+
+    Gloo's own futures know nothing of an accelerator's streams: in that case this waits until the collective
+    is done, and makes a future that does.
+    """
+    own: torch.futures.Future[Any] = work.get_future()
+    if device.type == "cpu" or not runs_on_host(group, device):
+        return own
+    work.wait()
+    done = empty_future(device)
+    done.set_result(own.wait())
+    return done
 
 
 def record_use(tensor: torch.Tensor) -> None:

@@ -16,9 +16,6 @@ from dist_utils.process_groups.errors import FirstError
 _MOST = 1 << 16
 """How many things about one object are remembered, by digests of 32 bytes; then all are compared anew."""
 
-_MOST_TEXTS = 1 << 10
-"""How many digests are remembered by digests of the terms as they came, to save the time to order them."""
-
 
 class KnownTerms:
     """The terms on which ranks have agreed.
@@ -33,7 +30,6 @@ class KnownTerms:
     def __init__(self, failure: FirstError) -> None:
         self._failure = failure
         self._known: Any = WeakIdKeyDictionary()  # by what it is about: digests
-        self._digests: dict[bytes, bytes] = {}  # of what is compared, by those of the terms as they came
 
     def require(
         self, group: dist.ProcessGroup, title: str, terms: Mapping[str, object], about: object | None = None
@@ -54,7 +50,7 @@ class KnownTerms:
             known.clear()
         key = None
         with contextlib.suppress(Exception):  # raised below, when the other ranks have heard of it
-            key = self._digest(title, terms)
+            key = _digest(title, terms)
         if key in known:
             return
         try:
@@ -64,15 +60,7 @@ class KnownTerms:
             raise
         known.add(key)
 
-    def _digest(self, title: str, terms: Mapping[str, object]) -> bytes:
-        """Return a digest of what is compared: equal terms may come in another order on each rank."""
-        came = _sha256(f"{title!r} {dict(terms)}")  # a mapping may have no repr of its own
-        if came not in self._digests:
-            if len(self._digests) >= _MOST_TEXTS:
-                self._digests.clear()
-            self._digests[came] = _sha256(f"{title!r} {term_texts(terms)}")
-        return self._digests[came]
 
-
-def _sha256(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()
+def _digest(title: str, terms: Mapping[str, object]) -> bytes:
+    """Return a digest of what is compared, identical on all ranks: sets may come in another order on each."""
+    return hashlib.sha256(f"{title!r} {term_texts(terms)}".encode()).digest()

@@ -92,12 +92,13 @@ def _start(
             raise ValueError(f"rank {rank} is out of range for a group of {size} ranks")
         if rank == me:  # Gloo would fail with another error, after posting earlier messages
             raise ValueError(f"rank {rank} is this one: messages are for other ranks")
-    tags = {nbytes: _tag(tag, nbytes) for nbytes in {tensor.nbytes for _, tensor in incoming + outgoing}}
+    lengths = {tensor.nbytes for _, tensor in incoming + outgoing}
+    tags = {nbytes: _tag(tag, nbytes) for nbytes in lengths}
     if all(tensor.device.type == "cpu" for _, tensor in incoming + outgoing):
         # No CPU backend batches them, and a P2POp for each costs as much as sending it.
         receives = [(group.recv, rank, tensor) for rank, tensor in incoming]
         sends = [(group.send, rank, tensor) for rank, tensor in outgoing]
-        messages = receives + sends if max(tags) > _SHORT_BYTES else sends + receives
+        messages = receives + sends if max(lengths) > _SHORT_BYTES else sends + receives
         return [start([tensor], rank, tags[tensor.nbytes]) for start, rank, tensor in messages]
     ranks = dist.get_process_group_ranks(group)
     operations = [

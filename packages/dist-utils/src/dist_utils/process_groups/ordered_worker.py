@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,8 +17,8 @@ import torch.distributed as dist
 
 from dist_utils.process_groups.agreement import Verdict, compare
 from dist_utils.process_groups.errors import FirstError, drop_frames, same_error
-from dist_utils.process_groups.groups import GroupLike, resolve_group, runs_on_host
-from dist_utils.process_groups.jobs import HOST, Job, SideStreams
+from dist_utils.process_groups.groups import GroupLike, group_behind, resolve_group, runs_on_host
+from dist_utils.process_groups.jobs import HOST, InsideJob, Job, SideStreams
 from dist_utils.process_groups.known_terms import KnownTerms
 from dist_utils.process_groups.worker_thread import WorkerThread, await_connections, new_private_group
 
@@ -39,7 +40,7 @@ class OrderedWorker:
       group keeps the jobs' collectives apart from those that DDP issues meanwhile on its own group.
     * On an accelerator whose backend enqueues its collectives, such as NCCL: nothing runs concurrently with
       the caller. The job is enqueued at once on one side stream, on the group itself, without any host
-      synchronization.
+      synchronization. Another thread that submits meanwhile waits until all of it is enqueued.
     * On an accelerator with Gloo, whose collectives block: on the thread as on CPU, with a side stream.
 
     Every rank of the group must submit the same jobs in the same order. The first error is kept and given to
@@ -51,11 +52,12 @@ class OrderedWorker:
     differ, or a rank does not take part, that is the first
     error, on every rank.
 
-    Several threads may submit; which job is first is then up to them, and must be identical on all ranks.
+    Several threads may submit; which job is first is then up to them, and must be identical on all ranks. A
+    job may not submit to its own worker, where it could only wait for itself; a callback of its future may.
 
     The thread ends on :meth:`close`, when the worker is garbage collected, at interpreter exit and on
-    ``destroy_process_group``. A process that is forked from this one has no such thread: make a new worker
-    there.
+    ``destroy_process_group``; a worker does not keep its group alive. A process that is forked from this one
+    has no such thread: make a new worker there.
 
     Args:
         process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
@@ -84,7 +86,7 @@ class OrderedWorker:
         terms: Callable[[], Mapping[str, object]] = dict,
         note: Callable[[], str] = str,
     ) -> None:
-        self._process_group = resolve_group(process_group)
+        self._group = weakref.ref(resolve_group(process_group))
         self._name = name
         self._terms, self._note = terms, note
         self._starting = threading.RLock()
@@ -93,12 +95,22 @@ class OrderedWorker:
         self._known = KnownTerms(self._failure)
         self._thread: WorkerThread | None = None
         self._side_streams = SideStreams()
+        self._enqueuing = threading.Lock()
+        self._inside = InsideJob()
         self._closed = False
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group the worker was made for (not the private one that CPU jobs get)."""
-        return self._process_group
+        """The group the worker was made for (not the private one that CPU jobs get).
+
+        Raises:
+            ValueError: It was destroyed.
+        """
+        return group_behind(self._group)
+
+    def serves(self, group: dist.ProcessGroup) -> bool:
+        """Return whether the worker was made for this group."""
+        return self._group() is group
 
     @property
     def error(self) -> Exception | None:
@@ -124,8 +136,8 @@ class OrderedWorker:
                 On an accelerator the side stream is the current stream, which waits for all earlier work of
                 the caller's stream; it must return what it has written, or the streams of those who wait for
                 its future do not wait for the side stream. Tensors it uses must live until its future is
-                complete. Torch's operators use as many threads as on the caller's thread, and treat subnormal
-                numbers in the same way.
+                complete. Torch's operators use as many threads as ``torch.set_num_threads`` has set last, and
+                treat subnormal numbers as on the caller's thread.
             device: Where the job's tensors live.
             name: What a profiler calls the job, on the thread where it runs; ``None``: the worker's name. See
                 :func:`dist_utils.torch_compat.every_thread`.
@@ -137,31 +149,39 @@ class OrderedWorker:
             the process in which the worker was used.
 
         Raises:
-            RuntimeError: The worker is closed.
+            RuntimeError: The worker is closed, or this is called in one of its jobs.
 
         Cost:
             Before the first job, one exchange of ``terms`` through the store; the first CPU job makes a
             process group, which is collective among the members. Both wait for the other ranks in this call.
             With Gloo, one all-reduce of 4 bytes follows on the thread.
         """
+        if self._inside.now:
+            raise RuntimeError(f"a job of {self._name} submits another one, which would wait for it")
         handled = sys.exc_info()[1]  # by the caller
-        place = self._side_streams.behind_caller(torch.device(device))
-        queued = Job(job, place, name or self._name)
+        stream = self._side_streams.behind_caller(torch.device(device))
+        queued = Job(partial(self._inside.call, job), stream, name or self._name)
         try:
-            if place is HOST or runs_on_host(self._process_group, place.device):
+            if stream is HOST or runs_on_host(self.process_group, stream.device):
                 self._thread_for_jobs().submit(queued)
-                return queued.result
-            self.agree()
+            else:
+                self.agree()
+                self._enqueue(queued)
         except Exception as error:
             if self._closed or self._failure.error is None:
                 raise
             drop_frames(error, handled)  # they would keep the caller's model alive
-        # An error raised here would leave DDP in the middle of a pass, so the future has it.
-        failed = queued.run(self._process_group, self._failure, Exception)
+            # Raised here, it would leave DDP in the middle of a pass, so the future has it.
+            queued.fail(self._failure.error)
+        return queued.result
+
+    def _enqueue(self, queued: Job[T]) -> None:
+        """Run a job in the caller's thread, as a whole before those of other threads."""
+        with self._enqueuing:
+            failed = queued.run(self.process_group, self._failure, Exception)
         if failed is not None:
             self._side_streams.wait()  # nobody else waits for what the job has enqueued
             queued.fail(failed)
-        return queued.result
 
     def agree(self) -> str:
         """Compare names and ``terms`` with the other ranks, if that has not been done yet.
@@ -185,7 +205,7 @@ class OrderedWorker:
             if self._agreed is None:
                 try:
                     self._agreed = compare(
-                        self._process_group, self._name, self._terms, lambda: f"{_this_host()} {self._note()}"
+                        self.process_group, self._name, self._terms, lambda: f"{_this_host()} {self._note()}"
                     )
                 except BaseException as error:  # an interrupt, too: the other ranks are told of it
                     self._failure.keep(error)
@@ -225,7 +245,7 @@ class OrderedWorker:
         """
         self.agree()
         try:
-            self._known.require(self._process_group, title, terms, about)
+            self._known.require(self.process_group, title, terms, about)
         except BaseException as error:
             self.fail(error)
             raise
@@ -250,9 +270,8 @@ class OrderedWorker:
 
     def _start_thread(self, name: str) -> WorkerThread:
         try:
-            group = new_private_group(
-                self._process_group, f"{self._process_group.group_name}/{self._name}/{name}"
-            )
+            whole = self.process_group
+            group = new_private_group(whole, f"{whole.group_name}/{self._name}/{name}")
             thread = WorkerThread(group, self._name, self._failure)
             del group  # its end is the thread's
             # At garbage collection and, as finalizers do, at interpreter exit.

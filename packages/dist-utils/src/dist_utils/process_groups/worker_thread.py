@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from dist_utils import torch_compat
+from dist_utils.process_groups.agreement import store_connection
 from dist_utils.process_groups.errors import FirstError
-from dist_utils.process_groups.groups import store_connection
 from dist_utils.process_groups.jobs import HOST, Job
 
 _STOP_SECONDS = 5.0
@@ -93,7 +93,11 @@ class WorkerThread:
     def _handle(self, job: Job[Any] | threading.Event) -> None:
         if isinstance(job, threading.Event):
             job.set()
-        elif (error := job.run(self._group(), self._failure)) is not None:
+            return
+        # Operators use as many threads as set_num_threads has set last. Reading the number of the caller's
+        # thread instead may set it there, and with it change the bits of later products.
+        torch.init_num_threads()
+        if (error := job.run(self._group(), self._failure)) is not None:
             # Peers may wait in this job's collectives: closing our connections tells them.
             self._destroy_group()
             job.fail(error)
