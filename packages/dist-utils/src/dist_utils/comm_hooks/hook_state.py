@@ -195,8 +195,8 @@ class HookState:
         If two backward passes of the model end and the hook has got no bucket, a warning says so: the hook is
         not registered with this module, or the framework that was told to register it has ignored it.
 
-        A state that was in use is closed, as :meth:`close` does: the ranks compare its terms again. Bind it
-        on every rank.
+        A state that was in use is closed, as :meth:`close` does, so that the ranks compare its terms again:
+        bind it on every rank. A state with an error keeps that.
 
         Args:
             ddp: The ``DistributedDataParallel`` module that the state is for. It is not kept alive.
@@ -213,7 +213,7 @@ class HookState:
         """
         named = None if self._group is None else self.process_group
         group = group_of_model(ddp, named)
-        if self._worker is not None:
+        if self._worker is not None and self._worker.error is None:
             self.close()
         self._group = weakref.ref(group)
         self.bucket_came()  # stop expecting buckets of an earlier model
