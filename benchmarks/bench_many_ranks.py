@@ -23,7 +23,8 @@ from harness import Benchmark, Found, of_slowest
 from ddp_compress_hooks import allreduce_hook
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 from ddp_quant_hooks.exchange.placement import Placement
-from ddp_quant_hooks.exchange.plan import Formats, plan_average
+from ddp_quant_hooks.exchange.plan import Formats
+from ddp_quant_hooks.exchange.planner import plan_average
 from ddp_quant_hooks.kernels import Layout
 from dist_utils.testing import run_ranks
 

@@ -9,7 +9,7 @@ from kernel_backends import computed_by
 from kernel_cases import decoded, differences, encoded, reduced
 from quant_buckets import make_state, run_hook
 
-from ddp_quant_hooks import QuantizedAllreduceState, all_reduce
+from ddp_quant_hooks import QuantizedAllreduceState, all_reduce, reduce_scatter_tensor
 from ddp_quant_hooks.kernels import torch_ops
 from dist_utils.testing import grad_bucket, run_ranks
 
@@ -85,6 +85,14 @@ def _six(rank):
     wrong = make_state("int8", levels=(2, 2))
     with pytest.raises(ValueError, match=r"product of levels \(2, 2\) is not 6, the number of ranks"):
         run_hook(wrong, grad_bucket([torch.ones(3)]), torch.ones(1000))
+    if rank == 0:  # before any communication
+        with pytest.raises(ValueError, match=r"levels=\(3, 2\) do not work"):
+            reduce_scatter_tensor(torch.empty(10), torch.ones(60), group=make_state("int8", levels=(3, 2)))
+    state = make_state("int8", levels=(6,))
+    mean = torch.empty(10)
+    reduce_scatter_tensor(mean, torch.ones(60), dist.ReduceOp.AVG, state)
+    assert torch.equal(mean, torch.ones(10))
+    state.close()
     return _sums_over_steps(rank, (3, 2))
 
 

@@ -9,7 +9,8 @@ import pytest
 from ddp_quant_hooks import QuantizedAllreduceState
 from ddp_quant_hooks.exchange.levels import choose_levels, chunk_values
 from ddp_quant_hooks.exchange.placement import Placement
-from ddp_quant_hooks.exchange.plan import Formats, plan_average, plan_reduce_scatter
+from ddp_quant_hooks.exchange.plan import Formats
+from ddp_quant_hooks.exchange.planner import plan_average, plan_reduce_scatter
 from ddp_quant_hooks.kernels import Layout
 
 BUCKET = 25 * 2**18
@@ -89,7 +90,7 @@ def test_what_a_rank_rounds_before_any_sum_has_its_share_of_the_mean(plan):
 
 def _stages(stage):
     """Yield what all ranks of its row must plan alike, for a stage and further ones."""
-    alike = stage.way, stage.lengths, stage.outgoing, stage.answers, stage.pieces, stage.copies
+    alike = stage.way, stage.lengths, stage.outgoing, stage.means, stage.mean_lengths, stage.messages_per_mean
     yield stage.tag, stage.ranks, alike
     for further in stage.further:
         yield from _stages(further)

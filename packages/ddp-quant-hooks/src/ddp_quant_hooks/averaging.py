@@ -17,7 +17,8 @@ import torch.distributed as dist
 from ddp_quant_hooks.exchange import exchange
 from ddp_quant_hooks.exchange.exchange import NotFinite, Task
 from ddp_quant_hooks.exchange.placement import Placement, choose_placement
-from ddp_quant_hooks.exchange.plan import Formats, Plan, plan_average, plan_reduce_scatter
+from ddp_quant_hooks.exchange.plan import Formats, Plan
+from ddp_quant_hooks.exchange.planner import plan_average, plan_reduce_scatter
 from ddp_quant_hooks.exchange.scratch import Scratch
 from ddp_quant_hooks.exchange.spans import Span
 from ddp_quant_hooks.exchange.values import Values, put_back
@@ -273,8 +274,11 @@ class FewBits(Average):
 
     def refuse_shards(self, name: str) -> None:
         """See :meth:`Average.refuse_shards`."""
+        levels = self._options.levels
         if self._options.exact_1d:
             raise ValueError(f"{name}: exact_1d does not work: shards of parameters have no dimensions")
+        if levels is not None and len(levels) > 1:
+            raise ValueError(f"{name}: levels={levels} do not work: a shard goes to its rank without them")
 
     def prepare_shards(
         self,

@@ -72,7 +72,7 @@ class QuantizedAllreduceState(FeedbackState):
             messages for each chunk instead of 2 x 127, and the same number of bytes; the mean of a row is
             rounded once more, by half a step at most. ``None``: up to 16 hosts, each sends to every other
             one; beyond that, in levels if they take less time by the measured cost of messages. ``(W,)``: no
-            levels.
+            levels. Shards are reduced without levels, and refused with several.
 
     Raises:
         TypeError: ``process_group`` is not a group, or an option is of another type.

@@ -7,10 +7,9 @@ when it is resumed; meanwhile other chunks are computed and sent (see :func:`_ta
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import starmap
 from typing import TypeAlias
 
 import torch
@@ -22,10 +21,6 @@ from ddp_quant_hooks.exchange.scratch import Scratch
 from ddp_quant_hooks.exchange.values import Values, put_back
 from ddp_quant_hooks.kernels import Layout
 from dist_utils import start_messages
-
-_LAG = 1
-"""How many chunks are started between two turns of a chunk."""
-
 
 Exchange: TypeAlias = Generator[None, None, None]
 """An exchange of some values: it pauses wherever it would wait."""
@@ -47,14 +42,12 @@ class Task:
             that is not needed.
         label: What the messages are about; identical on all ranks. On Gloo, ranks with different labels wait
             for each other until the timeout.
-        sampled: Whether the error is measured.
     """
 
     plan: Plan
     residual: Residuals
     not_finite: NotFinite | None = None
     label: int = 0
-    sampled: bool = False
 
     def residual_of(self, lost: Lost | None, length: int) -> dict[str, torch.Tensor | None]:
         """Return the residuals of some values, for the kernels."""
@@ -76,7 +69,7 @@ def average(group: dist.ProcessGroup, task: Task, values: Values, scratches: lis
 
     def exchange(index: int, chunk: Chunk, scratch: Scratch) -> Exchange:
         of_chunk = _ChunkExchange(group, task, scratch, index)
-        return of_chunk.average(chunk.stage, values.parts(chunk.span))
+        return of_chunk.all_reduce(chunk.stage, values.parts(chunk.span))
 
     _take_turns(task.plan, exchange, scratches, values.device)
 
@@ -113,32 +106,34 @@ def _take_turns(
     scratches: list[Scratch],
     device: torch.device,
 ) -> None:
-    """Run the exchanges of all chunks as in a pipeline: each goes on :data:`_LAG` starts after its last turn.
+    """Run the exchanges of all chunks as in a pipeline, in the same order on all ranks.
 
-    The next one is started before older ones are resumed, so that the network is busy while they compute. All
-    ranks do the same in the same order.
+    The next one is started before older ones are resumed, so that the network is busy while they compute.
     """
-    waiting = iter(enumerate(plan.chunks))
-    running: deque[tuple[Exchange, Scratch, int]] = deque()
-    for turn in count():
-        started = next(waiting, None)
-        if started is None and not running:
-            return
-        due = [running.popleft() for _ in range(len(running)) if running[0][2] <= turn]
-        if started is not None:
-            scratch = scratches.pop() if scratches else Scratch(device)
-            scratch.start_over()
-            due.insert(0, (exchange(*started, scratch), scratch, turn))
-        for one, scratch, _ in due:
-            if _resume(one):
-                running.append((one, scratch, turn + _LAG))
-            else:
-                scratches.append(scratch)
+
+    def run(index: int, chunk: Chunk) -> Exchange:
+        scratch = scratches.pop() if scratches else Scratch(device)
+        scratch.start_over()
+        yield from exchange(index, chunk, scratch)
+        scratches.append(scratch)
+
+    running: list[Exchange] = []
+    for new in starmap(run, enumerate(plan.chunks)):
+        running = [one for one in [new, *running] if _resume(one)]
+    while running:
+        running = [one for one in running if _resume(one)]
 
 
 def _resume(exchange: Exchange) -> bool:
     """Let an exchange go on, and return whether it waits again."""
     return next(exchange, exchange) is not exchange
+
+
+def _together(exchanges: Iterable[Exchange]) -> Exchange:
+    """Run exchanges side by side: all send, then all wait."""
+    running = list(exchanges)
+    while running := [one for one in running if _resume(one)]:
+        yield
 
 
 @dataclass(frozen=True)
@@ -157,19 +152,22 @@ class _ChunkExchange:
     scratch: Scratch
     index: int
 
-    def average(self, stage: Stage, parts: Sequence[torch.Tensor]) -> Exchange:
+    # ---- a chunk ----
+
+    def all_reduce(self, stage: Stage, parts: Sequence[torch.Tensor]) -> Exchange:
         """Average the parts of the chunk in place: all ranks decode the same messages of its mean."""
         values = self._join(parts)
-        answers = self.scratch.take(stage.answers.total)
-        yield from self._answer(stage, values, answers)
+        means = self.scratch.take(stage.means.total)
+        yield from self.average(stage, values, means)
+        several = stage.messages_per_mean
         messages: list[Sequence[torch.Tensor]] = []
         lengths: list[int] = []
-        for shard, pieces in zip(stage.answers.shards(answers), stage.pieces, strict=True):
-            lengths += pieces
-            copies = [length for length in pieces for _ in range(stage.copies)]
-            each = torch.split(shard, [stage.answer.message_bytes(length) for length in copies])
-            messages += [each[first : first + stage.copies] for first in range(0, len(each), stage.copies)]
-        self._restore(messages, lengths, stage.answer, values)
+        for shard, some in zip(stage.means.shards(means), stage.mean_lengths, strict=True):
+            sizes = [stage.mean_layout.message_bytes(length) for length in some for _ in range(several)]
+            each = torch.split(shard, sizes)
+            messages += [each[first : first + several] for first in range(0, len(each), several)]
+            lengths += some
+        self._decode(messages, lengths, stage.mean_layout, values)
         if len(parts) > 1:
             put_back(parts, values)
 
@@ -178,13 +176,14 @@ class _ChunkExchange:
         stage, delivery = chunk.stage, chunk.delivery
         values = parts.view(-1) if parts.is_contiguous() else self._join(list(parts))
         if delivery is None:
-            incoming = yield from self._scatter_few_bits(stage, values)
+            messages = self.scratch.take(stage.outgoing.total)
+            incoming = yield from self._scatter_few_bits(stage, values, messages)
         else:
             sums = yield from self._sums(stage, values)
             incoming = yield from self._deliver(stage, delivery, sums, mean.numel())
-        self._restore([incoming], [mean.numel()], self.task.plan.formats.scatter, mean)
+        self._decode([incoming], [mean.numel()], self.task.plan.formats.scatter, mean)
 
-    def _restore(
+    def _decode(
         self,
         messages: Sequence[Sequence[torch.Tensor]],
         lengths: Sequence[int],
@@ -194,7 +193,7 @@ class _ChunkExchange:
         """Decode means, shard by shard, and make them as large as they are."""
         if self.task.not_finite is not None:
             flat = [message for of_shard in messages for message in of_shard]
-            of_each = [length for length, copies in zip(lengths, messages, strict=True) for _ in copies]
+            of_each = [length for length, some in zip(lengths, messages, strict=True) for _ in some]
             self.task.not_finite(kernels.not_finite(flat, of_each, layout))
         factor = self.task.plan.enlarge
         if factor == 1:
@@ -209,42 +208,57 @@ class _ChunkExchange:
         if half:
             means.copy_(large)
 
-    def _answer(self, stage: Stage, values: torch.Tensor, answers: torch.Tensor) -> Exchange:
-        """Fill ``answers`` with messages of the mean of ``values``, the same on all ranks of the row."""
+    # ---- a stage: `means` gets messages of the mean of `values`, the same on all ranks of the row ----
+
+    def average(self, stage: Stage, values: torch.Tensor, means: torch.Tensor) -> Exchange:
+        """Average values as their stage says."""
         if not values.numel():  # on no rank of the row; the others still expect to take turns
-            for _ in range(stage.turns):
+            for _ in range(stage.waits):
                 yield
-            return
-        if stage.way is Way.ONE_SHOT:
-            messages = answers.view(2, -1).unbind()
-            own, layout = messages[stage.place], self.task.plan.formats.scatter
-            residual = self.task.residual_of(stage.lost, values.numel())
-            kernels.encode_shards(values, [own], stage.lengths, layout, **residual)
-            yield from self._swap(stage, [own] * 2, messages, 0)
-            return
-        mine = stage.answers.messages(answers)[stage.place]
-        if stage.way is Way.TWO_SHOT:
-            incoming = yield from self._scatter_few_bits(stage, values, answers)
-            length, formats = stage.lengths[stage.place], self.task.plan.formats
-            residual = self.task.residual_of(stage.lost_mean, length)
-            kernels.reduce(incoming, formats.scatter, length, mine, formats.gather, **residual)
+        elif stage.way is Way.ONE_SHOT:
+            yield from self.one_shot(stage, values, means)
+        elif stage.way is Way.TWO_SHOTS:
+            yield from self.two_shots(stage, values, means)
         else:
-            sums = yield from self._sums(stage, values, answers)
-            parts = torch.split(sums, [stage.lengths[shard] for shard in stage.owned])
-            blocks = stage.answers.shards(answers)
-            yield from _together(
-                self._answer(further, part, blocks[shard])
-                for shard, further, part in zip(stage.owned, stage.further, parts, strict=True)
-            )
-        yield from self._swap(stage, [mine] * len(stage.ranks), stage.answers.messages(answers), 1)
+            yield from self.hand_on(stage, values, means)
+
+    def one_shot(self, stage: Stage, values: torch.Tensor, means: torch.Tensor) -> Exchange:
+        """Send the other rank all values: both get both messages, whose mean is decoded."""
+        messages = means.view(2, -1).unbind()
+        own, layout = messages[stage.position], self.task.plan.formats.scatter
+        residual = self.task.residual_of(stage.lost, values.numel())
+        kernels.encode_shards(values, [own], stage.lengths, layout, **residual)
+        yield from self._swap(stage, [own] * 2, messages, 0)
+
+    def two_shots(self, stage: Stage, values: torch.Tensor, means: torch.Tensor) -> Exchange:
+        """Send each reducer its shard, then all ranks the mean of this rank's shard."""
+        incoming = yield from self._scatter_few_bits(stage, values, self._outgoing_memory(stage, means))
+        length, formats = stage.lengths[stage.position], self.task.plan.formats
+        mine = stage.means.messages(means)[stage.position]
+        residual = self.task.residual_of(stage.lost_mean, length)
+        kernels.reduce(incoming, formats.scatter, length, mine, formats.gather, **residual)
+        yield from self._send_means(stage, means)
+
+    def hand_on(self, stage: Stage, values: torch.Tensor, means: torch.Tensor) -> Exchange:
+        """Average shards with other rows, each on its reducer, which hands the means on to its row."""
+        sums = yield from self._sums(stage, values, means)
+        parts = torch.split(sums, [stage.lengths[shard] for shard in stage.reduced])
+        memory = stage.means.shards(means)
+        yield from _together(
+            self.average(further, part, memory[shard])
+            for shard, further, part in zip(stage.reduced, stage.further, parts, strict=True)
+        )
+        yield from self._send_means(stage, means)
+
+    # ---- its parts ----
 
     def _sums(
-        self, stage: Stage, values: torch.Tensor, answers: torch.Tensor | None = None
+        self, stage: Stage, values: torch.Tensor, means: torch.Tensor | None = None
     ) -> Generator[None, None, torch.Tensor]:
-        """Return, in fp32, what the row contributes to the means of the shards that this rank owns."""
-        lengths = [stage.lengths[shard] for shard in stage.owned]
+        """Return, in fp32, what the row contributes to the means of the shards whose reducer this rank is."""
+        lengths = [stage.lengths[shard] for shard in stage.reduced]
         if stage.way is Way.FEW_BITS:
-            incoming = yield from self._scatter_few_bits(stage, values, answers)
+            incoming = yield from self._scatter_few_bits(stage, values, self._outgoing_memory(stage, means))
             sums = self.scratch.take(sum(lengths), torch.float32)
             layout = self.task.plan.formats.scatter
             sizes = [layout.message_bytes(length) for length in lengths]
@@ -254,9 +268,10 @@ class _ChunkExchange:
                 sums *= stage.factor
             return sums
         parts = torch.split(values, list(stage.lengths))
+        by_reducer = list(zip(parts, stage.outgoing.reducers, strict=True))
         outgoing = [
-            self._join([parts[shard] for shard, owner in enumerate(stage.outgoing.owners) if owner == place])
-            for place in range(len(stage.ranks))
+            self._join([part for part, reducer in by_reducer if reducer == position])
+            for position in range(len(stage.ranks))
         ]
         incoming = self._incoming(stage, outgoing)
         yield from self._swap(stage, outgoing, incoming, 0)
@@ -270,37 +285,38 @@ class _ChunkExchange:
             sums *= stage.factor / scale
         return sums
 
-    def _scatter_few_bits(
-        self, stage: Stage, values: torch.Tensor, answers: torch.Tensor | None = None
-    ) -> Generator[None, None, list[torch.Tensor]]:
-        """Send each owner its shards, and return every rank's messages of the shards that this rank owns.
+    def _outgoing_memory(self, stage: Stage, means: torch.Tensor | None) -> torch.Tensor:
+        """Return memory for a stage's outgoing messages.
 
-        What is sent is in the memory of the ``answers`` if these fit into its place: it is not needed any
-        more when they come, nor is what this rank keeps when it has computed its own.
+        They live in the memory of the means where both have the same packing: they have been sent before
+        means arrive, and what this rank keeps is read before its own mean is written there.
         """
-        formats, fits = self.task.plan.formats, stage.answers == stage.outgoing
-        memory = answers if answers is not None and fits else self.scratch.take(stage.outgoing.total)
+        if means is not None and stage.means == stage.outgoing:
+            return means
+        return self.scratch.take(stage.outgoing.total)
+
+    def _scatter_few_bits(
+        self, stage: Stage, values: torch.Tensor, memory: torch.Tensor
+    ) -> Generator[None, None, list[torch.Tensor]]:
+        """Send each reducer its shards; return every rank's messages of those whose reducer this rank is."""
         residual = self.task.residual_of(stage.lost, values.numel())
-        shards = stage.outgoing.shards(memory)
-        kernels.encode_shards(values, shards, stage.lengths, formats.scatter, **residual)
+        layout, shards = self.task.plan.formats.scatter, stage.outgoing.shards(memory)
+        kernels.encode_shards(values, shards, stage.lengths, layout, **residual)
         outgoing = stage.outgoing.messages(memory)
         incoming = self._incoming(stage, outgoing)
         yield from self._swap(stage, outgoing, incoming, 0)
         return incoming
 
-    def _incoming(self, stage: Stage, outgoing: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return memory for what every rank sends this one, which keeps its own part."""
-        own = outgoing[stage.place]
-        return [
-            own if place == stage.place else self.scratch.take(own.numel(), own.dtype)
-            for place in range(len(stage.ranks))
-        ]
+    def _send_means(self, stage: Stage, means: torch.Tensor) -> Exchange:
+        """Send this rank's means to the row, and receive the others'."""
+        messages = stage.means.messages(means)
+        yield from self._swap(stage, [messages[stage.position]] * len(messages), messages, 1)
 
     def _deliver(
         self, stage: Stage, delivery: Delivery, sums: torch.Tensor, length: int
     ) -> Generator[None, None, list[torch.Tensor]]:
         """Send each sum to the rank whose shard it is, and return what all hosts have sent this one."""
-        me, layout = stage.ranks[stage.place], self.task.plan.formats.scatter
+        me, layout = stage.ranks[stage.position], self.task.plan.formats.scatter
         size, count = layout.message_bytes(length), len(delivery.receivers)
         outgoing = torch.split(self.scratch.take(size * count), size)
         residual = self.task.residual_of(delivery.lost, sums.numel())
@@ -316,6 +332,8 @@ class _ChunkExchange:
         )
         return incoming
 
+    # ---- messages ----
+
     def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return values in one tensor; a single part is not copied."""
         if len(parts) == 1:
@@ -323,13 +341,21 @@ class _ChunkExchange:
         joined = self.scratch.take(sum(part.numel() for part in parts), parts[0].dtype)
         return torch.cat(list(parts), out=joined)
 
+    def _incoming(self, stage: Stage, outgoing: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return memory for what every rank sends this one, which keeps its own part."""
+        own = outgoing[stage.position]
+        return [
+            own if position == stage.position else self.scratch.take(own.numel(), own.dtype)
+            for position in range(len(stage.ranks))
+        ]
+
     def _swap(
-        self, stage: Stage, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], turn: int
+        self, stage: Stage, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], shot: int
     ) -> Exchange:
-        """Send ``outgoing[place]`` to, and receive ``incoming[place]`` from, every peer of a row."""
+        """Send ``outgoing[position]`` to, and receive ``incoming[position]`` from, every peer of a row."""
         receives = [(stage.ranks[peer], incoming[peer]) for peer in stage.peers]
         sends = [(stage.ranks[peer], outgoing[peer]) for peer in stage.peers]
-        yield from self._exchange(receives, sends, (self.index, stage.tag, turn))
+        yield from self._exchange(receives, sends, (self.index, stage.tag, shot))
 
     def _exchange(
         self,
@@ -344,10 +370,3 @@ class _ChunkExchange:
 
         for work in works:
             work.wait()
-
-
-def _together(exchanges: Iterable[Exchange]) -> Exchange:
-    """Run exchanges side by side: all send, then all wait."""
-    running = list(exchanges)
-    while running := [one for one in running if _resume(one)]:
-        yield

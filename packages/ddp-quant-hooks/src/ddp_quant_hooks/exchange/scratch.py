@@ -8,7 +8,7 @@ import torch
 class Scratch:
     """Hands out pieces of memory, the same ones in the same order whenever it starts over.
 
-    A piece is as long as the most that was taken at its place so far.
+    The n-th piece is as long as the longest that was taken n-th so far.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,10 +22,10 @@ class Scratch:
 
     def take(self, count: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Return uninitialized memory for ``count`` elements."""
-        size, place = count * dtype.itemsize, self._taken
+        size, index = count * dtype.itemsize, self._taken
         self._taken += 1
-        if place == len(self._pieces):
+        if index == len(self._pieces):
             self._pieces.append(torch.empty(0, dtype=torch.uint8, device=self._device))
-        if self._pieces[place].numel() < size:
-            self._pieces[place] = torch.empty(size, dtype=torch.uint8, device=self._device)
-        return self._pieces[place][:size].view(dtype)
+        if self._pieces[index].numel() < size:
+            self._pieces[index] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._pieces[index][:size].view(dtype)

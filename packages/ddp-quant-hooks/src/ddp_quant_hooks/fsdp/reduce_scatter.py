@@ -58,7 +58,8 @@ class _AcrossShards(Handle):
     _same_shards = False
 
     def _refuse_module(self, module: ShardedModule, ranks: list[int]) -> None:
-        """Raise unless ``ranks`` are those that this module is sharded over."""
+        """Raise unless the state averages shards, and this module is sharded over ``ranks``."""
+        self._state.average.refuse_shards(self._function)
         if isinstance(module.collective(self._record), _ReduceScatter):
             raise ValueError(f"module {module.name!r} has the reduce-scatter of another state")  # noqa: TRY004
         if module.shard_ranks != ranks:

@@ -70,8 +70,8 @@ def reduce_scatter_tensor(
         TypeError: A tensor is sparse or not of a floating-point dtype, or an argument of another type.
         ValueError: The tensors do not fit each other, share memory or are part of a graph; the operation is
             another one; with error feedback there is no key, or it was used before in this step, or for
-            values of another length; the state has ``exact_1d``; or this rank is not in the group. Like
-            ``TypeError`` before any communication.
+            values of another length; the state has ``exact_1d`` or several ``levels``; or this rank is not in
+            the group. Like ``TypeError`` before any communication.
         AgreementError: The ranks call with different tensors, keys or options; with ``async_op`` the future
             raises a RuntimeError with its text.
         RuntimeError: A peer failed, and the state must be closed on every rank; or the call is made in a
