@@ -98,7 +98,7 @@ def flat_residuals(saved, kind="own"):
     """Return the residuals of each parameter or key in a state's ``state_dict()``, in one row."""
     entries = {**saved["parameters"], **saved["keys"]}
     return {
-        name: torch.cat([values for _, _, values in entry[kind]])
+        name: torch.cat([values for _, _, values in entry["slots"][kind]["pieces"]])
         for name, entry in entries.items()
-        if entry[kind]
+        if kind in entry["slots"]
     }

@@ -12,7 +12,7 @@ from averaging_callers import CALLERS, EACH, spoiled_kernel
 from fsdp_models import EXACT
 from quant_buckets import differences, flat_residuals, through_file
 
-from ddp_quant_hooks.feedback.store import Residual
+from ddp_quant_hooks.feedback.residuals import Residual
 from dist_utils.testing import patience, run_ranks, same_on_all_ranks
 from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
 
@@ -141,7 +141,7 @@ def _without_memory(make):
     caller = make(bits=4)
     first = caller.mean(0)
     caller.state.feedback.forget()
-    full = mock.patch.object(Residual, "zeros", no_memory) if dist.get_rank() == 1 else nullcontext()
+    full = mock.patch.object(Residual, "of_slot", no_memory) if dist.get_rank() == 1 else nullcontext()
     with full, pytest.raises((RuntimeError, MemoryError)) as caught:
         caller.mean(1)
     dist.barrier()

@@ -22,8 +22,9 @@ from ddp_quant_hooks.exchange.planner import plan_average, plan_reduce_scatter
 from ddp_quant_hooks.exchange.scratch import Scratch
 from ddp_quant_hooks.exchange.spans import Span
 from ddp_quant_hooks.exchange.values import Values, put_back
+from ddp_quant_hooks.feedback.residuals import Owner, Slot, owner_length
 from ddp_quant_hooks.feedback.step import Step, value_count
-from ddp_quant_hooks.feedback.store import Feedback, Owner, owner_length
+from ddp_quant_hooks.feedback.store import Feedback
 from ddp_quant_hooks.kernels import VALUE_DTYPES
 from ddp_quant_hooks.options import Options
 from ddp_quant_hooks.statistics import Counter, bytes_around_ring, relative_error
@@ -351,7 +352,8 @@ class FewBits(Average):
         not_finite: NotFinite | None,
         label: int,
     ) -> Task:
-        residuals = self._feedback.residuals(step, owners, plan.slots["own"], plan.slots["shard"], device)
+        slots: dict[str, Slot] = {name: Slot(spans) for name, spans in plan.slots.items()}
+        residuals = self._feedback.residuals(step, owners, slots, device)
         return Task(plan, residuals.span, not_finite, label)
 
     def _scratch(self, device: torch.device) -> list[Scratch]:

@@ -15,13 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 import ddp_quant_hooks
 from ddp_quant_hooks.averaging import FewBits, is_captured
 from ddp_quant_hooks.exchange.placement import link_inside_host
-from ddp_quant_hooks.feedback.checkpoint import FeedbackState
+from ddp_quant_hooks.feedback.state import FeedbackState
 from ddp_quant_hooks.kernels.layout import WIRE_VERSION, Format
 from ddp_quant_hooks.options import ErrorFeedback, check_options
 from ddp_quant_hooks.statistics import Counter, Statistics
 from dist_utils import AgreementError, GroupLike, OrderedWorker, resolve_group
 from dist_utils.comm_hooks import Bucket
 from dist_utils.process_groups import device_types, runs_on_host
+
+_KEPT = {"none": (), "shard": ("shard",), "both": ("own", "shard")}
+"""The slots of residuals that ``error_feedback`` keeps."""
 
 
 class QuantizedAllreduceState(FeedbackState):
@@ -117,9 +120,7 @@ class QuantizedAllreduceState(FeedbackState):
             intra_node=intra_node,
             levels=levels,
         )
-        super().__init__(
-            process_group, own=options.error_feedback == "both", shard=options.error_feedback != "none"
-        )
+        super().__init__(process_group, kept=_KEPT[options.error_feedback])
         self.options = options
         """The options, with the defaults filled in. They do not change: the ranks have compared them."""
         self.counter = Counter()

@@ -187,7 +187,7 @@ class AutoState(HookState):
             return
         self.require_same_bucket(title, bucket)
         task, index = torch_compat.graph_task_id(), bucket.index()
-        if self._running is None or not self._running.includes(task, index):
+        if self._running is None or not self._running.includes_bucket(task, index):
             self._running = Step(Kind.BACKWARD)
             self._begin_pass(self._now, bucket.buffer().device)
         self._running.add_bucket(task, bucket)

@@ -136,23 +136,49 @@ class Step:
         """Whether an optimizer step may follow, as far as is known without asking an accelerator."""
         return self.ended_well and not self._discarded
 
-    def includes(self, task: int, index: int | None = None) -> bool:
-        """Return whether what comes now, inside autograd's ``task``, belongs to this step.
+    def includes_bucket(self, task: int, index: int) -> bool:
+        """Return whether a bucket that comes now belongs to this step.
+
+        ======================================== ==========================================================
+        it comes in                              it belongs to the step
+        ======================================== ==========================================================
+        a pass of the step, or one around it     always
+        another pass inside of a pass            if its index is larger than the last one's
+        no pass: join(), a hook called by hand   if the step is outside of any, too, and its index is larger
+        ======================================== ==========================================================
+
+        The index alone does not tell: buckets that no rank uses are left out, and in the first pass of a
+        static graph all have index 0.
 
         Args:
             task: Autograd's task; -1 outside of ``backward()``.
-            index: The index of a bucket; ``None`` for a call. The index alone does not tell: buckets that no
-                rank uses are left out, and in the first pass of a static graph all have index 0.
+            index: The index of the bucket.
+        """
+        if self.kind is Kind.BLOCK:
+            return False
+        larger = index > self._last_index
+        if task == _OUTSIDE or self.outside:
+            return larger and self.outside and task == _OUTSIDE
+        return self._has_pass(task) or (larger and torch_compat.inside_nested_backward())
+
+    def includes_call(self, task: int) -> bool:
+        """Return whether a call on plain tensors that comes now belongs to this step.
+
+        To an open block always; inside ``backward()``, in a pass of the step or one around it, or in another
+        pass inside of a pass unless the step has ended well. Any other call is a step of its own.
+
+        Args:
+            task: Autograd's task; -1 outside of ``backward()``.
         """
         if self.kind is Kind.BLOCK:
             return self.open
-        if task == _OUTSIDE or self.outside:  # DDP's join(), a hook that is called by hand, a call alone
-            same_place = task == _OUTSIDE and self.outside
-            return same_place and index is not None and index > self._last_index
-        if task in self._tasks or task < max(self._tasks):
-            return True  # this very task, or one around those seen before
-        goes_on = not self.ended_well if index is None else index > self._last_index
-        return goes_on and torch_compat.inside_nested_backward()
+        if task == _OUTSIDE or self.outside:
+            return False
+        return self._has_pass(task) or (not self.ended_well and torch_compat.inside_nested_backward())
+
+    def _has_pass(self, task: int) -> bool:
+        """Return whether a pass is one of this step's, or around them: those have smaller numbers."""
+        return task in self._tasks or task < max(self._tasks)
 
     def add_bucket(self, task: int, bucket: Bucket) -> None:
         """Note a bucket that belongs to this step, before it is averaged."""

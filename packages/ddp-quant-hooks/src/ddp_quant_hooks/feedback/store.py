@@ -1,242 +1,68 @@
-"""Residuals: rounding errors of gradients, which belong to parameters, and when they change."""
+"""The residuals of a state: where each owner's are, and which step changes them."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ddp_quant_hooks.exchange.spans import Span
-from ddp_quant_hooks.feedback.step import Kind, Step, value_count
+from ddp_quant_hooks.feedback.residuals import (
+    BucketResiduals,
+    Key,
+    Owner,
+    OwnerResiduals,
+    Residual,
+    Slot,
+    owner_length,
+)
+from ddp_quant_hooks.feedback.step import Kind, Step
 from dist_utils import torch_compat
 from dist_utils.comm_hooks import Bucket
 
 _log = logging.getLogger(__name__)
 
-RESIDUAL_DTYPE = torch.bfloat16
-"""bf16 keeps 8 significant bits: of a step's rounding error, at most 2^-8 is lost for good, with a random
-sign. If steps lose at most R (half a quantization step, of a block that is not rotated), the mean of T steps
-is wrong by at most R (1 / T + 2^-8). fp16 lacks the range: the rounding errors of gradients of 1e-7 become
-zero in it, and those of loss-scaled gradients infinite."""
 
-
-class Key:
-    """Names values of plain tensors. Residuals belong to it as to a parameter.
-
-    Args:
-        name: The key of a call, with the number of the tensor if there are several.
-        shape: The shape of the values.
-        is_complex: Whether they are complex.
+class _Member(NamedTuple):
+    """An owner as one of a bucket's.
 
     Attributes:
-        shape: The shape that they have now.
-        contents: What the values are, if they are not always the same of equal number; ``None``: not known.
+        bucket: The bucket in which its values came last.
+        number: Its place in the order of the bucket's owners.
+        order: How many values it had then, and how they were ordered.
     """
-
-    def __init__(self, name: str, shape: Sequence[int], *, is_complex: bool = False) -> None:
-        self.name, self.shape, self.is_complex = name, torch.Size(shape), is_complex
-        self.contents: object = None
-
-    @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> Key:
-        """Return a key that names the values of a tensor."""
-        return cls(name, tensor.shape, is_complex=tensor.is_complex())
-
-    @property
-    def count(self) -> int:
-        """The number of real values; a complex number has two."""
-        return self.shape.numel() * (2 if self.is_complex else 1)
-
-
-Owner: TypeAlias = torch.Tensor | Key
-"""What residuals belong to: a parameter, or a key."""
-
-
-class Piece(NamedTuple):
-    """A part of an owner's residuals.
-
-    Attributes:
-        start: The number of its first value in the owner.
-        weight: See :class:`ddp_quant_hooks.exchange.spans.Span`.
-        values: The residuals, flat.
-    """
-
-    start: int
-    weight: float
-    values: torch.Tensor
-
-
-class OwnerResiduals(NamedTuple):
-    """The residuals of a parameter or key.
-
-    Attributes:
-        own: Rounding errors of values that this rank was the first to encode.
-        shard: Rounding errors of means that it has computed.
-    """
-
-    own: list[Piece]
-    shard: list[Piece]
-
-
-def owner_length(owner: Owner) -> int:
-    """Return the number of real values of an owner."""
-    return owner.count if isinstance(owner, Key) else value_count(owner)
-
-
-@dataclass
-class Residual:
-    """Two tensors that swap roles: rounding errors of the last step that counts, and of the running one.
-
-    Both are ``None`` where nothing is kept; ``next`` alone where no step can write it.
-
-    Attributes:
-        spans: The values of a bucket that they cover, in their order.
-        last: Added to these values.
-        next: Written while they are encoded.
-    """
-
-    spans: tuple[Span, ...] = ()
-    last: torch.Tensor | None = None
-    next: torch.Tensor | None = None
-
-    @classmethod
-    def zeros(cls, spans: Sequence[Span], device: torch.device) -> Residual:
-        """Return a residual of zeros."""
-        if not spans:
-            return cls()
-        length = sum(map(len, spans))
-        last, following = (torch.zeros(length, dtype=RESIDUAL_DTYPE, device=device) for _ in range(2))
-        return cls(tuple(spans), last, following)
-
-    @classmethod
-    def of_pieces(cls, pieces: Sequence[Piece]) -> Residual:
-        """Return a copy of an owner's residual, for reading only."""
-        if not pieces:
-            return cls()
-        spans = tuple(Span(one.start, one.start + one.values.numel(), one.weight) for one in pieces)
-        return cls(spans, torch.cat([one.values.to(RESIDUAL_DTYPE) for one in pieces]))
-
-    def span(self, start: int, length: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return elements ``start`` to ``start + length`` of both."""
-        if self.last is None or self.next is None:
-            return None, None
-        return self.last[start : start + length], self.next[start : start + length]
-
-    def covers(self, spans: Sequence[Span], device: torch.device) -> bool:
-        """Return whether a step can use it for these values."""
-        if not spans:
-            return not self.spans
-        usable = self.last is not None and self.next is not None and self.last.device == device
-        return usable and self.spans == tuple(spans)
-
-    def parts(self, start: int, length: int) -> Iterator[tuple[Span, slice]]:
-        """Yield what is kept of an owner's values: which of them, and where.
-
-        Args:
-            start: Where the owner's values begin in the bucket.
-            length: How many there are.
-        """
-        offset = 0
-        for span in self.spans:
-            low, high = max(span.start, start), min(span.stop, start + length)
-            if low < high:
-                first = offset + low - span.start
-                yield Span(low - start, high - start, span.weight), slice(first, first + high - low)
-            offset += len(span)
-
-    def take(self, other: Residual, start: int, length: int, to: int) -> int:
-        """Copy an owner's residuals from where they are, and return how many have no place here.
-
-        Args:
-            other: Where they are.
-            start: Where the owner's values begin there.
-            length: How many there are.
-            to: Where they begin here.
-        """
-        homeless, here = 0, list(self.parts(to, length))
-        for old, source in other.parts(start, length):
-            homeless += len(old)
-            for new, target in here:
-                low, high = max(old.start, new.start), min(old.stop, new.stop)
-                if low >= high or old.weight != new.weight:
-                    continue
-                if self.last is not None and other.last is not None:
-                    values = other.last[source][low - old.start : high - old.start]
-                    self.last[target][low - new.start : high - new.start] = values
-                    homeless -= high - low
-        return homeless
-
-    def keep_unless(self, failed: torch.Tensor) -> None:
-        """Keep a step's rounding errors unless it failed. On an accelerator this does not block."""
-        if self.last is None or self.next is None:
-            return
-        if failed.device.type != "cpu":
-            torch.where(failed, self.last, self.next, out=self.last)
-        elif not failed:
-            self.last, self.next = self.next, self.last
-
-    def keep_last(self, start: int, length: int) -> None:
-        """Let an owner's residuals be what they were before the running step."""
-        if self.last is not None and self.next is not None:
-            for _, here in self.parts(start, length):
-                self.next[here] = self.last[here]
-
-
-@dataclass
-class BucketResiduals:
-    """The residuals of one bucket.
-
-    Attributes:
-        own: Rounding errors of values that this rank was the first to encode.
-        shard: Rounding errors of means that it has computed.
-        count: The number of values of the bucket.
-    """
-
-    own: Residual = field(default_factory=Residual)
-    shard: Residual = field(default_factory=Residual)
-    count: int = 0
-
-    @property
-    def both(self) -> tuple[Residual, Residual]:
-        """Both kinds."""
-        return self.own, self.shard
-
-    def span(self, slot: str, start: int, length: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return a part of a slot: what the step reads, and what it writes; twice ``None``: nothing."""
-        return (self.own if slot == "own" else self.shard).span(start, length)
-
-
-class _Place(NamedTuple):
-    """The bucket in which an owner last came, where its values begin there, and how many there were."""
 
     bucket: BucketResiduals
-    start: int
-    length: int
+    number: int
+    order: tuple[int, ...]
+
+
+def _order(owner: Owner) -> tuple[int, ...]:
+    """Return how many values an owner has, and for a parameter its strides, in which DDP orders them."""
+    return owner_length(owner), *(() if isinstance(owner, Key) else owner.stride())
 
 
 class Feedback:
     """The residuals of a state, and the step that is adding to them.
 
-    A bucket has a pair of tensors of each kind. Which values they cover is up to the exchange. When an owner
+    Which slots a bucket has, and which of its values they cover, is up to who averages it. When an owner
     comes in another bucket, or its values are covered by other spans, what both have in common is copied and
-    the rest dropped, with a line in the log. A bucket is freed when all its owners are elsewhere or gone.
+    the rest dropped, with a line in the log. All of it is dropped if its values come in another order, as
+    after ``to(memory_format=...)``. A bucket is freed when all its owners are elsewhere or gone.
 
     A step is finished when the next one begins: its rounding errors are kept if it ended well, all its means
     were finite, and the user has not discarded it.
 
     Args:
-        own: Keep the rounding errors of a rank's own values.
-        shard: Keep those of the means that it computes.
+        kept: The names of the slots that are kept; others are left out of every bucket.
         wait: Returns when all jobs so far have run. Its owner is not kept alive.
     """
 
-    def __init__(self, *, own: bool, shard: bool, wait: Callable[[], None]) -> None:
-        self._own, self._shard = own, shard
+    def __init__(self, kept: Collection[str], *, wait: Callable[[], None]) -> None:
+        self._kept = frozenset(kept)
         self._wait = weakref.WeakMethod(wait)
         self.keys: dict[str, Key] = {}
         """The keys that have been used, by name."""
@@ -244,7 +70,7 @@ class Feedback:
         """Where residuals were loaded from, in words that are identical on all ranks."""
         self.loads = 0
         """How often they were loaded."""
-        self._places: Any = WeakIdKeyDictionary()
+        self._members: Any = WeakIdKeyDictionary()
         self._step: Step | None = None
         self._block: Step | None = None
         self._written: list[BucketResiduals] = []  # by the step
@@ -254,7 +80,7 @@ class Feedback:
     @property
     def wanted(self) -> bool:
         """Whether anything is kept."""
-        return self._own or self._shard
+        return bool(self._kept)
 
     def begin_bucket(self, bucket: Bucket) -> Step:
         """Return the step that a bucket belongs to; the first of a step finishes the one before.
@@ -266,7 +92,7 @@ class Feedback:
         if self.step_is_open:
             raise ValueError("step() is for plain tensors: each backward() of a model's buckets is a step")
         task, step = torch_compat.graph_task_id(), self._step
-        if step is None or not step.includes(task, bucket.index()):
+        if step is None or not step.includes_bucket(task, bucket.index()):
             step = self._begin(Kind.BACKWARD)
         step.add_bucket(task, bucket)
         return step
@@ -291,50 +117,43 @@ class Feedback:
         if not self.wanted:
             return Step(Kind.CALL)
         task, step = torch_compat.graph_task_id(), self._step
-        if step is None or not step.includes(task):
+        if step is None or not step.includes_call(task):
             step = self._begin(Kind.CALL)
         step.add_call(task)
         return step
 
     def residuals(
-        self,
-        step: Step,
-        owners: Sequence[Owner],
-        own: Sequence[Span],
-        shard: Sequence[Span],
-        device: torch.device,
+        self, step: Step, owners: Sequence[Owner], slots: Mapping[str, Slot], device: torch.device
     ) -> BucketResiduals:
-        """Return the residuals of a bucket; zeros where nothing is known.
+        """Return what is kept for the owners of a bucket; zeros, or as the slot fills it, where nothing is.
 
         Args:
-            step: The running step, which writes them.
+            step: The running step, which writes all of it.
             owners: The parameters of the bucket, or keys, in its order.
-            own: The values that this rank is the first to encode.
-            shard: The values whose means it rounds. Those of several levels overlap, and do not mix.
-            device: Their device.
+            slots: What this rank keeps of it, by name.
+            device: Where.
 
         Raises:
             ValueError: The owners are keys, and other residuals are of parameters, or the other way round.
         """
         if step is not self._step:
             return BucketResiduals()  # nothing is kept
-        first = next(iter(self._places), owners[0])
+        first = next(iter(self._members), owners[0])
         if isinstance(first, Key) != isinstance(owners[0], Key):
             raise ValueError(
                 "a state with error feedback is for a model's buckets or for plain tensors, not for both: "
                 "make one for each"
             )
-        own, shard = own if self._own else (), shard if self._shard else ()
+        slots = {name: slot for name, slot in slots.items() if name in self._kept and slot.spans}
         bucket = self._bucket_of(owners)
-        if bucket is None or not (bucket.own.covers(own, device) and bucket.shard.covers(shard, device)):
-            count = sum(map(owner_length, owners))
-            bucket = BucketResiduals(Residual.zeros(own, device), Residual.zeros(shard, device), count)
+        if bucket is None or not bucket.fits(slots, device):
+            bucket = BucketResiduals.of_slots([*map(owner_length, owners)], slots, device)
             self._move(owners, bucket)
         self._written.append(bucket)
         return bucket
 
     def key_of(self, name: str, tensor: torch.Tensor) -> Key:
-        """Return the key of this name, always the same one, for values of another shape."""
+        """Return the key of this name, always the same one, with the shape that its values have now."""
         key = self.keys.setdefault(name, Key.of(name, tensor))
         key.shape, key.is_complex = tensor.shape, tensor.is_complex()
         return key
@@ -352,7 +171,7 @@ class Feedback:
         """Forget a key and its residuals."""
         known = self.keys.pop(name, None)
         if known is not None:
-            self._places.pop(known, None)
+            self._members.pop(known, None)
 
     def discard(self) -> None:
         """Discard the last step: it changes no residuals."""
@@ -376,34 +195,29 @@ class Feedback:
 
     def snapshot(self) -> Iterator[tuple[Owner, OwnerResiduals]]:
         """Yield the owners and their residuals as of the last step that counts. All jobs must have run."""
-        kept = {id(residual) for residual, failed in self._new() if not failed}
-
-        def pieces(residual: Residual, place: _Place) -> list[Piece]:
-            values = residual.next if id(residual) in kept else residual.last
-            if values is None:
-                return []
-            parts = residual.parts(place.start, place.length)
-            return [Piece(span.start, span.weight, values[here]) for span, here in parts]
-
-        for owner, place in self._places.items():
-            if place.length == owner_length(owner):  # else a parameter was resized
-                yield owner, OwnerResiduals(*(pieces(residual, place) for residual in place.bucket.both))
+        written = {id(residual) for residual, failed in self._written_residuals() if not failed}
+        unused = set() if self._step is None else {*map(id, self._step.unused)}
+        for owner, (bucket, number, order) in self._members.items():
+            if order != _order(owner):
+                continue  # a parameter was resized, or its values are in another order now
+            kept = {}
+            for name, residual in bucket.slots.items():
+                new = residual.next if id(residual) in written and id(owner) not in unused else None
+                kept[name] = residual.of(number, residual.last if new is None else new)
+            yield owner, {name: slot for name, slot in kept.items() if slot.pieces}
 
     def forget(self) -> None:
         """Start over as if nothing had been lost so far. All jobs must have run."""
-        self._places, self.keys = WeakIdKeyDictionary(), {}
+        self._members, self.keys = WeakIdKeyDictionary(), {}
         self._step, self._written = None, []
         self.origin = "none"
 
     def load(self, residuals: Sequence[tuple[Owner, OwnerResiduals]], steps: int) -> None:
         """Replace everything with copies of saved residuals. All jobs must have run."""
-        loaded = [
-            (owner, BucketResiduals(Residual.of_pieces(own), Residual.of_pieces(shard), owner_length(owner)))
-            for owner, (own, shard) in residuals
-        ]
+        loaded = [(owner, BucketResiduals.of_owner(owner_length(owner), kept)) for owner, kept in residuals]
         self.forget()
         for owner, bucket in loaded:
-            self._places[owner] = _Place(bucket, 0, bucket.count)
+            self._members[owner] = _Member(bucket, 0, _order(owner))
             if isinstance(owner, Key):
                 self.keys[owner.name] = owner
         self.origin, self._steps = f"of {'keys' if self.keys else 'parameters'} in step {steps}", steps
@@ -414,55 +228,57 @@ class Feedback:
         ended, wait = self._step, self._wait()
         if ended is not None and (ended.outside or ended.kind is not Kind.BACKWARD) and wait is not None:
             wait()  # DDP has waited for the others' jobs
-        for residual, failed in self._new():
-            residual.keep_unless(failed)
+        self._settle()
         self._steps = self.steps
         if self._dropped:
             _log.info(
-                "dropped the residuals of %d values, which come in other buckets or shards now", self._dropped
+                "dropped the residuals of %d values, which come in other buckets, shards or orders now",
+                self._dropped,
             )
         self._step, self._written, self._dropped = Step(kind), [], 0
         return self._step
 
-    def _new(self) -> Iterator[tuple[Residual, torch.Tensor]]:
+    def _settle(self) -> None:
+        """Keep what the last step has written if it counts, but not of parameters that no rank has used."""
+        step = self._step
+        if step is None or not step.counts:
+            return
+        for parameter in step.unused:
+            member = self._members.get(parameter, None)
+            for residual in () if member is None else member.bucket.slots.values():
+                residual.keep_last(member.number)
+        for residual, failed in self._written_residuals():
+            residual.keep_unless(failed)
+
+    def _written_residuals(self) -> Iterator[tuple[Residual, torch.Tensor]]:
         """Yield what the last step has written if it counts, each with whether a mean was not finite."""
         step = self._step
         if step is None or not step.counts:
             return
-        while step.unused:
-            parameter = step.unused.pop()
-            place = self._places.get(parameter, None)
-            if place is not None:
-                for residual in place.bucket.both:
-                    residual.keep_last(place.start, place.length)
         for bucket in self._written:
-            for residual in bucket.both:
+            for residual in bucket.slots.values():
                 if residual.next is not None:
                     yield residual, step.outcome.any_not_finite(residual.next.device)
 
     def _bucket_of(self, owners: Sequence[Owner]) -> BucketResiduals | None:
-        """Return the bucket that these owners were in, in this order and without others."""
-        bucket, start = None, 0
-        for owner in owners:
-            place = self._places.get(owner, None)
-            if place is None or (place.start, place.length) != (start, owner_length(owner)):
+        """Return the bucket that these owners were in, in this order, without others and as they are now."""
+        bucket = None
+        for index, owner in enumerate(owners):
+            member = self._members.get(owner, None)
+            if member is None or (member.number, member.order) != (index, _order(owner)):
                 return None
-            if bucket is not None and place.bucket is not bucket:
+            if bucket is not None and member.bucket is not bucket:
                 return None
-            bucket = place.bucket
-            start += place.length
-        return bucket if bucket is not None and bucket.count == start else None
+            bucket = member.bucket
+        return bucket if bucket is not None and len(bucket.starts) == len(owners) + 1 else None
 
     def _move(self, owners: Sequence[Owner], bucket: BucketResiduals) -> None:
         """Copy the owners' residuals from where they are, and forget them there."""
-        start = 0
-        for owner in owners:
-            length = owner_length(owner)
-            old = self._places.get(owner, None)
+        for index, owner in enumerate(owners):
+            order, old = _order(owner), self._members.get(owner, None)
             if old is not None:
-                for residual, other in zip(bucket.both, old.bucket.both, strict=True):
-                    if old.length == length:  # else a parameter was resized
-                        self._dropped += residual.take(other, old.start, length, start)
-                    other.next = None  # no step will write it
-            self._places[owner] = _Place(bucket, start, length)
-            start += length
+                self._dropped += old.bucket.kept(old.number)
+                if old.order == order:
+                    self._dropped -= bucket.take(index, old.bucket, old.number)
+                old.bucket.freeze()
+            self._members[owner] = _Member(bucket, index, order)

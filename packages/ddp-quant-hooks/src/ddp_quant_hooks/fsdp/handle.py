@@ -43,7 +43,7 @@ class Handle(Replacement):
         self._agreed: tuple[Step, set[int]] | None = None
         """The running step, and autograd's tasks at whose end the ranks agree on it."""
         super().__init__(model)
-        state.places = self._places()
+        state.coordinates = self._places()
         self._warn_of_parameters_outside()
         _forget_another_model(self._modules, state)
         self.keys = [module.name for module in self._modules]
@@ -86,8 +86,10 @@ class Handle(Replacement):
         ranks = dist.get_process_group_ranks(state.process_group)
         for module in self._modules:
             self._refuse_module(module, ranks)
-        if state.feedback.keys and state.places not in (None, places):
-            raise ValueError(f"the state has residuals of shards {state.places}, but this rank has {places}")
+        if state.feedback.keys and state.coordinates not in (None, places):
+            raise ValueError(
+                f"the state has residuals of shards {state.coordinates}, but this rank has {places}"
+            )
 
     def _agree(self, problem: ValueError | None) -> None:
         """Compare modules, and where ranks must hold the same shards these, in the state's group."""

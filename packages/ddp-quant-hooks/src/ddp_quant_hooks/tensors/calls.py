@@ -10,8 +10,8 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
+from ddp_quant_hooks.feedback.residuals import Key
 from ddp_quant_hooks.feedback.step import value_count
-from ddp_quant_hooks.feedback.store import Key
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from dist_utils import torch_compat
 from dist_utils.comm_hooks import checked_operation, completed_future, failed_future, joined_future
