@@ -30,7 +30,7 @@ from tasks import Encoder
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_quant_hooks.auto.state import default_candidates
+from ddp_quant_hooks.auto.candidates import Candidate, default_candidates
 from ddp_quant_hooks.measure import Model, Report, measure
 
 ALONE = "without communication"
@@ -65,13 +65,15 @@ def wide_layers(rank: int) -> tuple[nn.Module, Callable[[nn.Module], torch.Tenso
 MODELS = {"transformer": transformer, "wide layers": wide_layers}
 
 
-def side(rank: int, make: Callable[..., Any], registered: Any, *, alone: bool) -> Callable[[], None]:
+def side(
+    rank: int, make: Callable[..., Any], candidate: Candidate | None, *, alone: bool
+) -> Callable[[], None]:
     """Return a call that makes a step with a hook, without the other ranks if ``alone``."""
     torch.manual_seed(0)
     model, loss = make(rank)
     ddp = DistributedDataParallel(model)
-    if registered is not None:
-        ddp.register_comm_hook(*registered)
+    if candidate is not None:
+        ddp.register_comm_hook(candidate.state, candidate.hook)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
     steps = itertools.count()
 

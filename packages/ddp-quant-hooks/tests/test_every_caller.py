@@ -131,28 +131,34 @@ def _with_other_options(make):
     return texts, caller.state.statistics.bytes_sent
 
 
-def _without_memory(make):
-    """Return the error of a step for whose residuals rank 1 has no memory, and whether all start anew."""
+def _without_residuals(make):
+    """Return the errors of steps for whose residuals rank 1 has no memory, or anything else goes wrong there.
 
-    def no_memory(*_):
-        time.sleep(0.5)  # Gloo may miss a connection that closes just as a wait on it starts
-        raise MemoryError("no room for residuals")
-
+    And whether all start anew.
+    """
     caller = make(bits=4)
-    first = caller.mean(0)
-    caller.state.feedback.forget()
-    full = mock.patch.object(Residual, "of_slot", no_memory) if dist.get_rank() == 1 else nullcontext()
-    with full, pytest.raises((RuntimeError, MemoryError)) as caught:
-        caller.mean(1)
-    dist.barrier()
-    caller.state.close()
-    caller.start()
-    return str(caught.value), torch.equal(caller.mean(0), first)
+    first, errors, same = caller.mean(0), [], []
+    for error in (MemoryError("no room for residuals"), LookupError("a mistake of ours")):
+
+        def fail(*_, error=error):
+            time.sleep(0.5)  # Gloo may miss a connection that closes just as a wait on it starts
+            raise error
+
+        caller.state.feedback.forget()
+        failing = mock.patch.object(Residual, "of_slot", fail) if dist.get_rank() == 1 else nullcontext()
+        with failing, pytest.raises((RuntimeError, MemoryError, LookupError)) as caught:
+            caller.mean(1)
+        errors.append(str(caught.value))
+        dist.barrier()
+        caller.state.close()
+        caller.start()
+        same.append(torch.equal(caller.mean(0), first))
+    return errors, all(same)
 
 
 CHECKS = [_many_steps, _disturbed, _resumed, _with_other_options]
 if GROUPS_END_WITHOUT_GIL:  # torch 2.6 cannot end a group before its process
-    CHECKS.append(_without_memory)
+    CHECKS.append(_without_residuals)
 
 
 def _all_checks(_, name):
@@ -198,9 +204,10 @@ def test_other_options_are_an_error_on_every_rank_before_anything_is_sent(seen):
 
 
 @pytest.mark.skipif(not GROUPS_END_WITHOUT_GIL, reason="this torch cannot end a group before its process")
-def test_no_memory_for_residuals_is_an_error_on_every_rank_and_close_a_fresh_start(seen):
-    texts, equal = zip(*(rank["_without_memory"] for rank in seen), strict=True)
-    assert "no room for residuals" in texts[1]
+def test_any_error_before_an_average_is_one_on_every_rank_and_close_a_fresh_start(seen):
+    texts, equal = zip(*(rank["_without_residuals"] for rank in seen), strict=True)
+    for text, said in zip(texts[1], ("no room for residuals", "a mistake of ours"), strict=True):
+        assert said in text
     assert equal == (True, True, True)
 
 

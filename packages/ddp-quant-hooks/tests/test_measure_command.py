@@ -77,6 +77,14 @@ def test_options_of_a_model_belong_together(capsys):
     assert "--params and --step-seconds belong together" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--timeout", "--budget"])
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_seconds_that_nothing_can_take_are_refused_before_anything_is_joined(option, seconds, capsys):
+    with pytest.raises(SystemExit):
+        parse([f"{option}={seconds}"])
+    assert f"{option}: must be positive and finite, got {seconds}" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_gpus_they_are_refused_before_anything_is_joined():
     with pytest.raises(ValueError, match="--device cuda needs a GPU and a torch with NCCL on every rank"):

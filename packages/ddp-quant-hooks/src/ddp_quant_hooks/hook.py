@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ddp_compress_hooks import allreduce_hook
 from ddp_quant_hooks.exchange.values import Values
 from ddp_quant_hooks.feedback.step import Step
-from ddp_quant_hooks.states import QuantizedAllreduceState
+from ddp_quant_hooks.states import AveragingState, QuantizedAllreduceState
 from dist_utils.comm_hooks import buckets_only, check_gradient_dtype, completed_future, failed_future, is_pair
 from dist_utils.torch_compat import GradBucket, profiler_range
 
@@ -39,8 +39,9 @@ def quantized_allreduce_hook(
         TypeError: ``state`` is not a state, the bucket is not of a floating-point dtype, or the model is
             compiled with DDP's Python reducer, which hands over no buckets. Before any communication.
         ValueError: This rank is not in the group; before any communication.
-        RuntimeError: A peer failed, or memory for residuals is missing; raised by ``backward()``, or by the
-            next one if the peer had already sent all that this step needed from it.
+        RuntimeError: A peer failed, memory for residuals is missing, or an option does not fit the ranks;
+            raised by ``backward()``, or by the next one if the peer had already sent all that this step
+            needed from it.
 
     Cost:
         With a block of 128 and 8 bits, two hosts of one rank send 1.03 bytes a value each, and H hosts
@@ -52,23 +53,30 @@ def quantized_allreduce_hook(
     Example:
         >>> ddp.register_comm_hook(QuantizedAllreduceState(), quantized_allreduce_hook)  # doctest: +SKIP
     """
-    if not isinstance(state, QuantizedAllreduceState):
+    if not isinstance(state, AveragingState):
         raise TypeError(
             "quantized_allreduce_hook needs a QuantizedAllreduceState as its state, "
             f"got {type(state).__name__}"
         )
-    buffer = check_buffer("quantized_allreduce_hook", bucket)
-    state.bucket_came()
-    with profiler_range(f"quantized_allreduce_hook:bucket_{bucket.index()}"):
+    return average_bucket("quantized_allreduce_hook", state, bucket)
+
+
+def average_bucket(
+    name: str, state: AveragingState, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket as its state does, for the hook of this name."""
+    buffer = check_buffer(name, bucket)
+    with profiler_range(f"{name}:bucket_{bucket.index()}"):
+        state.bucket_came()
         state.refuse_capture(buffer)
         if state.process_group.size() == 1:
             return completed_future(buffer)
-        step, worker = state.feedback.begin_bucket(bucket), state.worker
+        step = state.feedback.begin_bucket(bucket)
         try:
-            state.require_same_bucket("quantized_allreduce_hook", bucket)
-            return _average(state, step, bucket)
-        except (RuntimeError, MemoryError) as error:
-            worker.fail(error)  # the peers hear of it if they have a private group
+            state.begin_bucket(name, bucket)
+            return _submit(name, state, step, bucket)
+        except Exception as error:  # noqa: BLE001 - raised here, any would leave DDP in the middle of a pass
+            state.fail(error)  # the peers hear of it
             return failed_future(error, buffer)
 
 
@@ -89,16 +97,16 @@ def check_buffer(hook: str, bucket: GradBucket) -> torch.Tensor:
     return buffer
 
 
-def _average(
-    state: QuantizedAllreduceState, step: Step, bucket: GradBucket
+def _submit(
+    name: str, state: AveragingState, step: Step, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in few bits, or without compression where that is not worth it; and count it."""
+    """Prepare the average of a bucket and submit it; average it without compression if that is better."""
     buffer, group, average, outcome = bucket.buffer(), state.process_group, state.average, step.outcome
     if buffer.numel() == 0:
         return completed_future(buffer)
     owners = bucket.parameters()
     if buffer.is_sparse or not average.quantizes(owners, [buffer], group.size()):
-        return allreduce_hook(group, bucket).then(_count_when_done(state, step, group, buffer))
+        return allreduce_hook(group, bucket).then(_count_when_done(state, step, buffer))
     task = average.prepare(group, step, owners, [buffer])
 
     def job(private_group: dist.ProcessGroup) -> torch.Tensor:
@@ -106,20 +114,19 @@ def _average(
             average.run(private_group, Values([buffer]), task)
         return buffer
 
-    name = f"quantized_allreduce_hook:average_bucket_{bucket.index()}"
-    return state.worker.submit(job, device=buffer.device, name=name)
+    return state.worker.submit(job, device=buffer.device, name=f"{name}:average_bucket_{bucket.index()}")
 
 
 def _count_when_done(
-    state: QuantizedAllreduceState, step: Step, group: dist.ProcessGroup, buffer: torch.Tensor
+    state: AveragingState, step: Step, buffer: torch.Tensor
 ) -> Callable[[torch.futures.Future[torch.Tensor]], torch.Tensor]:
     """Return a callback that counts a bucket that is averaged without compression.
 
     It holds neither the state nor the group, which Gloo's threads would end if they were the last to drop it.
     """
     counter, outcome, with_feedback = state.counter, step.outcome, state.feedback.wanted
-    world_size, nbytes = group.size(), 0 if buffer.is_sparse else buffer.nbytes
-    sent, outside = state.average.bytes_of_ring(group, nbytes)
+    group, nbytes = state.process_group, 0 if buffer.is_sparse else buffer.nbytes
+    world_size, (sent, outside) = group.size(), state.average.bytes_of_ring(group, nbytes)
 
     def note(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         mean = outcome.of_mean(done) if with_feedback else done.value()

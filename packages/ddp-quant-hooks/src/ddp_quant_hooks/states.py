@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import ddp_quant_hooks
-from ddp_quant_hooks.averaging import FewBits, is_captured
+from ddp_quant_hooks.averaging import Average, FewBits, is_captured
 from ddp_quant_hooks.exchange.placement import link_inside_host
 from ddp_quant_hooks.feedback.state import FeedbackState
 from ddp_quant_hooks.kernels.layout import WIRE_VERSION, Format
@@ -27,7 +28,102 @@ _KEPT = {"none": (), "shard": ("shard",), "both": ("own", "shard")}
 """The slots of residuals that ``error_feedback`` keeps."""
 
 
-class QuantizedAllreduceState(FeedbackState):
+class AveragingState(FeedbackState):
+    """The base of states that average buckets, plain tensors and gradients of FSDP2 in exchanges of ours.
+
+    All go the same way, with every such state. They begin on the caller's thread: they are part of a step,
+    and the ranks have agreed on them and on where they are. :attr:`average` prepares them there, and a job on
+    the worker runs what it has prepared. A subclass sets :attr:`average` and :attr:`least_error`.
+
+    Args:
+        process_group: As for :class:`dist_utils.comm_hooks.HookState`.
+        own: As for :class:`FeedbackState`.
+        shard: Likewise.
+    """
+
+    average: Average
+    """What is done with values."""
+    least_error: float
+    """The smallest relative error that an average of gradients is expected to have."""
+
+    def __init__(self, process_group: GroupLike = None, *, own: bool, shard: bool) -> None:
+        super().__init__(process_group, own=own, shard=shard)
+        self.counter = Counter()
+        self._placed_by: OrderedWorker | None = None
+
+    @property
+    def statistics(self) -> Statistics:
+        """What was done in the backward passes that have ended."""
+        return self.counter.read()
+
+    def begin_bucket(self, title: str, bucket: Bucket) -> None:
+        """Do as :class:`dist_utils.comm_hooks.HookState`, and learn where the ranks are.
+
+        Raises:
+            AgreementError: As there; or the ranks of a node name different ones.
+            ValueError: An option does not fit the ranks, or their hosts.
+        """
+        super().begin_bucket(title, bucket)
+        self._place()
+
+    def begin_call(self, title: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor]) -> None:
+        """Do as :meth:`begin_bucket`, for a call on plain tensors; see :meth:`require_same_call`."""
+        self.require_same_call(title, terms, tensors)
+        self._place()
+
+    def note(self) -> str:
+        """Return what joins this rank with the others of its host, and which these are if it was told.
+
+        For every type of device that the group serves: nobody knows yet where gradients will be.
+        """
+        group = self.process_group
+        links = {
+            kind: link_inside_host(kind, on_host=runs_on_host(group, torch.device(kind)))
+            for kind in device_types(group)
+        }
+        return json.dumps([links, self._node()])
+
+    def close(self) -> None:
+        """End the thread and the private group, free the scratch memory; a later bucket makes new ones.
+
+        Otherwise they end with the state, or with ``destroy_process_group``. After an error in
+        communication this is how every rank makes a fresh start; residuals stay.
+        """
+        super().close()
+        self._placed_by = None
+        self.average.start_over()
+        self.feedback.drop_failed_step()
+
+    @abstractmethod
+    def refuse_capture(self, buffer: torch.Tensor) -> None:
+        """Raise if a bucket is captured in a CUDA graph, which would repeat one step's decisions forever.
+
+        Raises:
+            RuntimeError: It is, and there is something to decide.
+        """
+
+    def _place(self) -> None:
+        """Tell the average where the ranks are, by what they told each other when they agreed, once."""
+        worker = self.worker
+        if self._placed_by is worker:
+            return
+        links, nodes = zip(*map(json.loads, worker.notes()), strict=True)
+        hosts = worker.hosts() if nodes[0] is None else _node_numbers(nodes)
+        logged_as = type(self).__name__ if worker.process_group.rank() == 0 else None
+        self.average.learn_hosts(hosts, links, logged_as)
+        self._placed_by = worker
+
+    def _node(self) -> list[int] | None:
+        """Return the ranks of this rank's node, in the group, if the user has said which."""
+        return None
+
+
+_LEAST_ERROR = {8: 0.0035, 4: 0.045}
+"""Averages in so many bits are not expected to have smaller relative errors: half of those of Gaussian
+gradients."""
+
+
+class QuantizedAllreduceState(AveragingState):
     """Options of :func:`quantized_allreduce_hook`, and what it keeps between steps. One for each model.
 
     Args:
@@ -79,9 +175,9 @@ class QuantizedAllreduceState(FeedbackState):
 
     Raises:
         TypeError: ``process_group`` is not a group, or an option is of another type.
-        ValueError: This rank is not a member of the group, or an option has an unknown value. Levels whose
-            product is not the number of ranks raise it before the first bucket, except on a single rank,
-            which averages nothing.
+        ValueError: This rank is not a member of the group, or an option has an unknown value. For levels
+            whose product is not the number of ranks the first ``backward()`` raises a RuntimeError with its
+            text, on every rank, except on a single one, which averages nothing.
 
     All ranks must have the same options: they are compared before the first bucket.
 
@@ -123,25 +219,8 @@ class QuantizedAllreduceState(FeedbackState):
         super().__init__(process_group, kept=_KEPT[options.error_feedback])
         self.options = options
         """The options, with the defaults filled in. They do not change: the ranks have compared them."""
-        self.counter = Counter()
         self.average = FewBits(options, self.feedback, self.counter)
-        self._placed_by: OrderedWorker | None = None
-
-    @property
-    def statistics(self) -> Statistics:
-        """What was done in the backward passes that have ended."""
-        return self.counter.read()
-
-    def close(self) -> None:
-        """End the thread and the private group, free the scratch memory; a later bucket makes new ones.
-
-        Otherwise they end with the state, or with ``destroy_process_group``. After an error in
-        communication this is how every rank makes a fresh start; residuals stay.
-        """
-        super().close()
-        self._placed_by = None
-        self.average.start_over()
-        self.feedback.drop_failed_step()
+        self.least_error = _LEAST_ERROR[options.bits]
 
     def identity(self) -> dict[str, Any]:
         """Return what must be equal when residuals are saved and when they are loaded."""
@@ -163,50 +242,6 @@ class QuantizedAllreduceState(FeedbackState):
         """Return what must be equal on all ranks, by name."""
         version = {"version of ddp-quant-hooks": ddp_quant_hooks.__version__, "wire format": WIRE_VERSION}
         return {**super().terms(), **vars(self.options), **version}
-
-    def note(self) -> str:
-        """Return what joins this rank with the others of its host, and which these are if it was told.
-
-        For every type of device that the group serves: nobody knows yet where gradients will be.
-        """
-        group = self.process_group
-        links = {
-            kind: link_inside_host(kind, on_host=runs_on_host(group, torch.device(kind)))
-            for kind in device_types(group)
-        }
-        return json.dumps([links, self._node()])
-
-    def require_same_bucket(self, title: str, bucket: Bucket) -> None:
-        """Do as :class:`dist_utils.comm_hooks.HookState`, and learn where the ranks are.
-
-        Raises:
-            AgreementError: As there; or the ranks of a node name different ones.
-            ValueError: The levels do not fit the ranks, or their hosts.
-        """
-        super().require_same_bucket(title, bucket)
-        self._place()
-
-    def require_same_call(
-        self, title: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor]
-    ) -> None:
-        """Do as :meth:`require_same_bucket`, for a call on plain tensors."""
-        super().require_same_call(title, terms, tensors)
-        self._place()
-
-    def _place(self) -> None:
-        """Decide how the ranks average, by what they have told each other; the same on all ranks."""
-        worker = self.worker
-        if self._placed_by is worker:
-            return
-        links, nodes = zip(*map(json.loads, worker.notes()), strict=True)
-        hosts = worker.hosts() if nodes[0] is None else _node_numbers(nodes)
-        name = type(self).__name__ if worker.process_group.rank() == 0 else None
-        self.average.learn_hosts(hosts, links, name)
-        self._placed_by = worker
-
-    def _node(self) -> list[int] | None:
-        """Return the ranks of this rank's node, in the group, if the user has said which."""
-        return None
 
     def refuse_capture(self, buffer: torch.Tensor) -> None:
         """Raise if a bucket is captured in a CUDA graph, which would repeat one step's decisions forever.

@@ -9,21 +9,19 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_compress_hooks import CompressState, allreduce_hook, bf16_compress_hook
+from ddp_quant_hooks.auto.candidates import Candidate, check_candidates, default_candidates
 from ddp_quant_hooks.auto.choice import Choice
 from ddp_quant_hooks.auto.trial import Mark, Trial, TrialPass, largest_of_ranks
 from ddp_quant_hooks.averaging import is_captured
 from ddp_quant_hooks.feedback.step import Kind, Step
-from ddp_quant_hooks.hook import check_buffer, quantized_allreduce_hook
-from ddp_quant_hooks.states import QuantizedAllreduceState
-from dist_utils import GroupLike, resolve_group, torch_compat
+from ddp_quant_hooks.hook import check_buffer
+from dist_utils import GroupLike, torch_compat
 from dist_utils.comm_hooks import Bucket, HookState, buckets_only, completed_future, failed_future
 from dist_utils.torch_compat import GradBucket
 
@@ -36,38 +34,9 @@ _VERSION = 2
 
 _MAX_ERROR = 0.03
 
-_LEAST_ERROR = {8: 0.0035, 4: 0.045}
-"""Averages in so many bits are not expected to have smaller relative errors: half of those of Gaussian
-gradients. If ``max_error`` is below, what is known already excludes the candidate."""
-
-
-class Candidate(NamedTuple):
-    """A communication hook with its first argument, in the order of ``register_comm_hook``."""
-
-    state: Any
-    hook: Callable[[Any, GradBucket], torch.futures.Future[Any]]
-
 
 class CandidateError(RuntimeError):
     """A candidate has raised during the trial; its error is the cause."""
-
-
-def default_candidates(process_group: GroupLike = None) -> dict[str, Candidate]:
-    """Return the hooks that are worth trying, by name, from the most exact to the fewest bytes.
-
-    Args:
-        process_group: The process group of the model, as in :func:`dist_utils.resolve_group`; ``None`` is
-            looked up when used.
-
-    Raises:
-        TypeError, ValueError: As the states.
-    """
-    return {
-        "fp32": Candidate(CompressState(process_group), allreduce_hook),
-        "bf16": Candidate(CompressState(process_group), bf16_compress_hook),
-        "8 bits": Candidate(QuantizedAllreduceState(process_group), quantized_allreduce_hook),
-        "4 bits": Candidate(QuantizedAllreduceState(process_group, bits=4), quantized_allreduce_hook),
-    }
 
 
 class AutoState(HookState):
@@ -123,7 +92,7 @@ class AutoState(HookState):
         self.max_error = _check_limit(max_error)
         self._given = candidates
         self.candidates: Mapping[str, Candidate] = (
-            default_candidates(process_group) if candidates is None else _check_candidates(candidates)
+            default_candidates(process_group) if candidates is None else check_candidates(candidates)
         )
         """The candidates, by name."""
         self._agreed: weakref.ref[dist.ProcessGroup] | None = None
@@ -146,8 +115,9 @@ class AutoState(HookState):
     def bind(self, ddp: DistributedDataParallel) -> "Self":
         """Bind this state and those of its candidates to a model; see :meth:`HookState.bind`."""
         super().bind(ddp)
-        for state in self._bound_states():
-            state.bind(ddp).bucket_came()  # most get their first bucket late
+        for candidate in self.candidates.values():
+            if candidate.bound is not None:
+                candidate.bound.bind(ddp).bucket_came()  # most get their first bucket late
         return self
 
     def terms(self) -> dict[str, object]:
@@ -159,17 +129,11 @@ class AutoState(HookState):
             ValueError: A candidate averages over other ranks than this state.
         """
         ranks = dist.get_process_group_ranks(self.process_group)
-        for name, (state, _) in self.candidates.items():
-            group = getattr(state, "process_group", state)
-            if group is None or isinstance(group, (dist.ProcessGroup, DeviceMesh)):
-                own = dist.get_process_group_ranks(resolve_group(group))
-                if own != ranks:
-                    raise ValueError(f"candidate {name!r} averages over ranks {own}, not over {ranks}")
+        for name, candidate in self.candidates.items():
+            if (own := candidate.ranks()) not in (None, ranks):
+                raise ValueError(f"candidate {name!r} averages over ranks {own}, not over {ranks}")
         return {
-            "candidates": [
-                (name, getattr(hook, "__qualname__", type(hook).__qualname__), type(state).__name__)
-                for name, (state, hook) in self.candidates.items()
-            ],
+            "candidates": [(name, *candidate.terms()) for name, candidate in self.candidates.items()],
             "max_error": self.max_error,
             "candidates left out": self._known_errors(),
             "loaded choice": self._loaded,
@@ -220,7 +184,7 @@ class AutoState(HookState):
 
         See :meth:`QuantizedAllreduceState.discard_step`.
         """
-        if (state := self._quantized_state(self._in_use)) is not None:
+        if (state := self.candidates[self._in_use].averaging) is not None:
             state.discard_step()
 
     def close(self) -> None:
@@ -230,8 +194,8 @@ class AutoState(HookState):
         over, and so does one that was not over on every rank; a choice of all ranks stays.
         """
         super().close()
-        for state in self._bound_states():
-            state.close()
+        for candidate in self.candidates.values():
+            candidate.close()
         self._agreed = self._running = None
         if self.trying:
             self._begin_trial()
@@ -257,7 +221,7 @@ class AutoState(HookState):
         Cost:
             Waits for the buckets that are being averaged. A copy of the residuals.
         """
-        chosen = None if self.choice is None else self._quantized_state(self.choice.candidate)
+        chosen = None if self.choice is None else self.candidates[self.choice.candidate].averaging
         return {
             "version": _VERSION,
             "candidates": list(self.candidates),
@@ -292,8 +256,8 @@ class AutoState(HookState):
             self._begin_trial()
             self.close()
             return
-        if (quantized := self._quantized_state(choice.candidate)) is not None:
-            quantized.load_state_dict(state["residuals"], model)
+        if (chosen := self.candidates[choice.candidate].averaging) is not None:
+            chosen.load_state_dict(state["residuals"], model)
         self._loaded = choice.candidate
         self._choose(choice)
         self.close()
@@ -310,8 +274,8 @@ class AutoState(HookState):
             raise ValueError(f"the choice is of (version, candidates) {there!r:.500}, but here it is {here}")
         try:
             choice = None if state["choice"] is None else Choice(**state["choice"])
-            quantized = None if choice is None else self._quantized_state(choice.candidate)
-            if (state["residuals"] is None) != (quantized is None):
+            chosen = None if choice is None else self.candidates[choice.candidate].averaging
+            if (state["residuals"] is None) != (chosen is None):
                 raise ValueError("either the saved candidate or this one has no residuals")
         except (LookupError, TypeError) as error:
             raise ValueError(f"this is not a choice that state_dict() returned: {error!r}") from error
@@ -320,21 +284,11 @@ class AutoState(HookState):
     def _known_errors(self) -> dict[str, str]:
         """Return why some candidates are not tried, by name, as far as it is known before."""
         limit = math.inf if self.max_error is None else self.max_error
-        quantized = {name: self._quantized_state(name) for name in self.candidates}
-        least = {name: _LEAST_ERROR[state.options.bits] for name, state in quantized.items() if state}
         return {
             name: f"max_error {limit:.2g} is below {error:.2g}, which few bits can hardly have"
-            for name, error in least.items()
-            if error > limit
+            for name, candidate in self.candidates.items()
+            if (error := candidate.least_error) > limit
         }
-
-    def _quantized_state(self, name: str) -> QuantizedAllreduceState | None:
-        """Return a candidate's state, if it is one that may have residuals."""
-        state = self.candidates[name].state
-        return state if isinstance(state, QuantizedAllreduceState) else None
-
-    def _bound_states(self) -> list[HookState]:
-        return [state for state, _ in self.candidates.values() if isinstance(state, HookState)]
 
     def _agree(self) -> None:
         """Compare the ranks, once: their terms, and whether all have a choice."""
@@ -369,16 +323,16 @@ class AutoState(HookState):
     def _choose(self, choice: Choice) -> None:
         self._now, self._turn, self._in_use = choice, None, choice.candidate
         super().close()
-        chosen = self.candidates[choice.candidate].state
-        for state in self._bound_states():
-            if state is not chosen:
-                state.close()
+        chosen = self.candidates[choice.candidate]
+        for candidate in self.candidates.values():
+            if candidate.state is not chosen.state:
+                candidate.close()
 
     def _use(self, name: str, *, anew: bool) -> None:
         """Switch to a candidate, and drop residuals: they would be of a gradient from long ago."""
         before, self._in_use = self._in_use, name
         for one in {before, name} if anew or before != name else ():
-            if (state := self._quantized_state(one)) is not None:
+            if (state := self.candidates[one].averaging) is not None:
                 state.wait()
                 state.feedback.forget()
 
@@ -387,7 +341,7 @@ class AutoState(HookState):
             f"a {type(self).__name__} pickles its options only: the copy uses WORLD and tries again",
             stacklevel=2,
         )
-        return partial(type(self), candidates=self._given, max_error=self.max_error), ()
+        return _new_state, (type(self), self._given, self.max_error)
 
 
 @buckets_only
@@ -405,8 +359,9 @@ def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torc
         TypeError: ``state`` is not an :class:`AutoState`, the bucket is not of a floating-point dtype, or the
             model is compiled with DDP's Python reducer, which hands over no buckets.
         CandidateError: A candidate raises, during the trial.
-        ValueError: This rank is not in the group, or a candidate averages over other ranks.
-        RuntimeError: A peer failed, or ranks have other candidates or options; raised by ``backward()``.
+        ValueError: This rank is not in the group.
+        RuntimeError: A peer failed, ranks have other candidates or options, or a candidate averages over
+            other ranks; raised by ``backward()``.
 
     Example:
         >>> ddp.register_comm_hook(AutoState(), auto_hook)  # doctest: +SKIP
@@ -420,9 +375,15 @@ def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torc
     state.refuse_capture(buffer)
     try:
         state.begin_bucket("auto_hook", bucket)
-    except RuntimeError as error:
+    except Exception as error:  # noqa: BLE001 - raised here, any would leave DDP in the middle of a pass
+        state.fail(error)
         return failed_future(error.with_traceback(None), buffer)
     return state.average(bucket)
+
+
+def _new_state(kind: type[AutoState], candidates: Any, max_error: float | None) -> AutoState:
+    """Make a state, as copy and pickle do: from arguments that they have copied."""
+    return kind(candidates=candidates, max_error=max_error)
 
 
 def _try(name: str, candidate: Candidate, bucket: GradBucket) -> torch.futures.Future[Any]:
@@ -443,15 +404,3 @@ def _check_limit(max_error: object) -> float | None:
     if not 0 <= max_error < math.inf:
         raise ValueError(f"max_error must be at least 0 and finite, or None, got {max_error!r}")
     return max_error
-
-
-def _check_candidates(candidates: object) -> dict[str, Candidate]:
-    if not isinstance(candidates, Mapping):
-        raise TypeError(f"candidates must be a mapping of names, got {type(candidates).__name__}")
-    if not candidates:
-        raise ValueError("candidates must have at least one hook")
-    for name, pair in candidates.items():
-        both = isinstance(pair, tuple) and len(pair) == len(Candidate._fields) and callable(pair[1])
-        if not (isinstance(name, str) and both):
-            raise TypeError(f"candidates must be pairs of a state and a hook by name, got {name!r}: {pair!r}")
-    return {name: Candidate(*pair) for name, pair in candidates.items()}

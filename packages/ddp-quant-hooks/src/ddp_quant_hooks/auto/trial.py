@@ -21,6 +21,7 @@ from ddp_quant_hooks.auto.choice import Choice, Round, fastest, reasons, typical
 from ddp_quant_hooks.exchange.values import flat_real
 from ddp_quant_hooks.statistics import relative_error
 from dist_utils import OrderedWorker
+from dist_utils.comm_hooks import joined_future
 from dist_utils.process_groups import all_gather_plain, collective_device
 
 _WARM_UP = 3
@@ -107,13 +108,13 @@ class TrialPass:
             return exact
 
         summed = worker.submit(job, device=buffer.device, name="auto_hook:exact_mean")
-        return average().then(partial(self._compare, summed))
+        averaged = average()
+        both = joined_future([summed, averaged], averaged, buffer.device)
+        return both.then(partial(self._compare, exact))
 
-    def _compare(self, summed: torch.futures.Future[torch.Tensor], done: torch.futures.Future[Any]) -> Any:
-        averaged = done.value()
-        # No rank waits for this thread here, because all submitted the all-reduce before the average. (A
-        # combined future would know no streams.)
-        exact = summed.wait()
+    def _compare(self, exact: torch.Tensor, both: torch.futures.Future[torch.futures.Future[Any]]) -> Any:
+        """Note the error of an average, when it and the exact one are there; return what the hook gave."""
+        averaged = both.value().value()
         mean = averaged[0] if isinstance(averaged, (list, tuple)) else averaged
         known = exact.isfinite().all()
         error = relative_error(flat_real(mean.contiguous()).to(exact.dtype, copy=True), exact)

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from ddp_quant_hooks.fsdp.handle import BeginUse, Handle
 from ddp_quant_hooks.fsdp.sharded_module import ShardedModule
-from ddp_quant_hooks.states import QuantizedAllreduceState
-from ddp_quant_hooks.tensors.all_reduce import all_reduce
+from ddp_quant_hooks.states import AveragingState, QuantizedAllreduceState
+from ddp_quant_hooks.tensors.all_reduce import submit_all_reduce
+from ddp_quant_hooks.tensors.calls import Call, outside_graphs
 from dist_utils.process_groups import record_use
 
 
@@ -91,8 +92,9 @@ class _BetweenNodes(Handle):
         return partial(_average, module, self._state, begin_use)
 
 
+@outside_graphs
 def _average(
-    module: ShardedModule, state: QuantizedAllreduceState, begin_use: BeginUse, reduced: torch.Tensor
+    module: ShardedModule, state: AveragingState, begin_use: BeginUse, reduced: torch.Tensor
 ) -> None:
     if not module.group.all_reduce_grads:
         raise ValueError(
@@ -100,6 +102,7 @@ def _average(
             "gradients of one node: accumulate with set_requires_gradient_sync(False) instead"
         )
     record_use(reduced)  # made on FSDP's reduce-scatter stream, which owns its memory
+    owner, step = begin_use(reduced, 1)
     # A factor divides the sum over all ranks, as on a mesh for HSDP.
-    op = dist.ReduceOp.SUM if module.has_divide_factor else dist.ReduceOp.AVG
-    all_reduce(reduced, op, state, key=begin_use(reduced, 1))
+    mean = not module.has_divide_factor
+    Call("quantize_all_reduce", state, [reduced], [owner], mean, owner.name, step).run(submit_all_reduce)

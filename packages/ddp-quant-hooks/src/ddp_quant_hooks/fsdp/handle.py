@@ -13,14 +13,18 @@ import torch
 import torch.distributed as dist
 
 from ddp_quant_hooks.feedback.step import Outcome, Step, value_count
+from ddp_quant_hooks.feedback.store import Key
 from ddp_quant_hooks.fsdp.replacement import Replacement
 from ddp_quant_hooks.fsdp.sharded_module import ShardedModule
-from ddp_quant_hooks.states import QuantizedAllreduceState
+from ddp_quant_hooks.states import AveragingState
 from dist_utils import require_same_terms
 from dist_utils.torch_compat import after_backward, graph_task_id, inside_backward
 
-BeginUse: TypeAlias = Callable[[torch.Tensor, int], str]
-"""Begins a module's next use, of which these are the gradients, for this many shards; returns its key."""
+BeginUse: TypeAlias = Callable[[torch.Tensor, int], tuple[Key, Step]]
+"""Begins a module's next use, of which these are the gradients, for this many shards.
+
+Returns what their residuals belong to, and the step that they are part of.
+"""
 
 
 class Handle(Replacement):
@@ -34,8 +38,8 @@ class Handle(Replacement):
     _same_shards: ClassVar[bool]
     """Whether the ranks of the state's group must hold the same shards."""
 
-    def __init__(self, model: torch.nn.Module, state: QuantizedAllreduceState) -> None:
-        if not isinstance(state, QuantizedAllreduceState):
+    def __init__(self, model: torch.nn.Module, state: AveragingState) -> None:
+        if not isinstance(state, AveragingState):
             raise TypeError(
                 f"{self._function}: state must be a QuantizedAllreduceState, got {type(state).__name__}"
             )
@@ -79,10 +83,7 @@ class Handle(Replacement):
         state, places = self._state, self._places()
         if id(state) in _handles:
             raise ValueError("the state is used for a model: make one for each, or remove() the other handle")
-        if state.options.exact_1d:
-            raise ValueError(
-                "exact_1d does not work: FSDP hands over a module's parameters as one flat tensor"
-            )
+        state.average.refuse_shards("FSDP hands over a module's parameters as one flat tensor")
         ranks = dist.get_process_group_ranks(state.process_group)
         for module in self._modules:
             self._refuse_module(module, ranks)
@@ -112,29 +113,35 @@ class Handle(Replacement):
                 stacklevel=4,
             )
 
-    def _begin_use(self, module: ShardedModule, gradients: torch.Tensor, shards: int) -> str:
-        """Begin a module's next use, and return its key: its name, then ``name#2``, ... in the same pass.
+    def _begin_use(self, module: ShardedModule, gradients: torch.Tensor, shards: int) -> tuple[Key, Step]:
+        """Begin a module's next use: its key is its name, then ``name#2``, ... in the same pass.
 
         It begins without residuals if it has the gradients of other parameters than before. FSDP hands over
         one flat tensor of those that got one: if some got none, nobody knows which.
         """
-        key, feedback = module.name, self._state.feedback
+        state, name = self._state, module.name
         if not self._found_no_later_module:
             self._require_no_later_module()
             self._require_own_residuals()
+        state.refuse_capture(gradients)
+        feedback, step = state.feedback, state.feedback.begin_tensors()
         if not feedback.wanted:
-            return key
+            return Key.of(name, gradients), step
         if inside_backward():
-            step = feedback.begin_tensors()
-            key = step.unused_key(key)
+            name = step.unused_key(name)
             self._agree_at_end(step, gradients.device)
-        trained, count, known = module.trained, value_count(gradients), feedback.keys.get(key)
+        step.use([name])
+        trained, known = module.trained, feedback.keys.get(name)
         has_all = gradients.numel() == shards * sum(length for _, length in trained)
-        has_same = known is None or (known.count, known.contents or trained) == (count, trained)
+        has_same = known is None or (known.count, known.contents or trained) == (
+            value_count(gradients),
+            trained,
+        )
         if not (has_all and has_same):
-            feedback.free(key)
-        feedback.key_of(key, gradients).contents = trained
-        return key
+            feedback.free(name)
+        key = feedback.key_of(name, gradients)
+        key.contents = trained
+        return key, step
 
     def _agree_at_end(self, step: Step, device: torch.device) -> None:
         """Let a step count on all ranks of FSDP's meshes or on none, as ``GradScaler`` skips it.
@@ -161,13 +168,13 @@ class Handle(Replacement):
 _handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
 """By the ``id`` of their states. A handle lives as long as the modules, whose hooks have it and its state."""
 
-_last_use: weakref.WeakKeyDictionary[
-    QuantizedAllreduceState, tuple[list[weakref.ref[torch.nn.Module]], int]
-] = weakref.WeakKeyDictionary()
+_last_use: weakref.WeakKeyDictionary[AveragingState, tuple[list[weakref.ref[torch.nn.Module]], int]] = (
+    weakref.WeakKeyDictionary()
+)
 """The modules that each state was used for last, and how often it had loaded residuals then."""
 
 
-def _forget_another_model(modules: Sequence[ShardedModule], state: QuantizedAllreduceState) -> None:
+def _forget_another_model(modules: Sequence[ShardedModule], state: AveragingState) -> None:
     """Forget residuals of another model, whose modules may have the same names, unless they were loaded."""
     feedback, known = state.feedback, _last_use.get(state)
     here = [weakref.ref(module.module) for module in modules]
@@ -178,7 +185,7 @@ def _forget_another_model(modules: Sequence[ShardedModule], state: QuantizedAllr
 
 
 def _agree_on_finite(
-    modules: Sequence[ShardedModule], state: QuantizedAllreduceState, outcome: Outcome, device: torch.device
+    modules: Sequence[ShardedModule], state: AveragingState, outcome: Outcome, device: torch.device
 ) -> None:
     """Let a step count on no rank if an average is not finite on one of those that share a module."""
     with outcome.watch():

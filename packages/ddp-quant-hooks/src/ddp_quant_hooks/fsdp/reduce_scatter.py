@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from ddp_quant_hooks.fsdp.handle import BeginUse, Handle
 from ddp_quant_hooks.fsdp.sharded_module import ShardedModule
-from ddp_quant_hooks.states import QuantizedAllreduceState
-from ddp_quant_hooks.tensors.shards import reduce_scatter_tensor
+from ddp_quant_hooks.states import AveragingState, QuantizedAllreduceState
+from ddp_quant_hooks.tensors.calls import Call, outside_graphs
+from ddp_quant_hooks.tensors.shards import run_reduce_scatter
 
 
 def quantize_reduce_scatter(model: torch.nn.Module, state: QuantizedAllreduceState) -> Handle:
@@ -84,13 +85,14 @@ class _ReduceScatter:
         begin_use: Begins a use, and gives its key.
     """
 
-    def __init__(self, module: ShardedModule, state: QuantizedAllreduceState, begin_use: BeginUse) -> None:
+    def __init__(self, module: ShardedModule, state: AveragingState, begin_use: BeginUse) -> None:
         self._module, self._state, self._begin_use = module, state, begin_use
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for an input or an output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
+    @outside_graphs
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *, op: Any, **_: object
     ) -> None:
@@ -100,5 +102,7 @@ class _ReduceScatter:
                 f"quantize_reduce_scatter: module {self._module.name!r}: FSDP asks for neither sum nor mean: "
                 "call set_force_sum_reduction_for_comms(True) where a divide factor is set"
             )
-        key = self._begin_use(input_tensor, len(self._module.shard_ranks))
-        reduce_scatter_tensor(output_tensor, input_tensor, op, self._state, key=key)
+        owner, step = self._begin_use(input_tensor, len(self._module.shard_ranks))
+        mean = op == dist.ReduceOp.AVG
+        call = Call("quantize_reduce_scatter", self._state, [input_tensor], [owner], mean, owner.name, step)
+        run_reduce_scatter(call, output_tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from datetime import timedelta
@@ -28,15 +29,24 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description="Measure the links between ranks and what every communication hook costs on them.",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of the buckets")
-    parser.add_argument("--budget", type=float, default=40.0, help="seconds for measuring; 40")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds to wait for other ranks; 120")
+    parser.add_argument("--budget", type=_seconds, default=40.0, help="seconds for measuring; 40")
+    parser.add_argument(
+        "--timeout", type=_seconds, default=120.0, help="seconds to wait for other ranks; 120"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where rank 0 writes the report")
     parser.add_argument("--params", type=int, help="number of a model's parameters, to estimate its steps")
-    parser.add_argument("--step-seconds", type=float, help="of a step of that model without communication")
+    parser.add_argument("--step-seconds", type=_seconds, help="of a step of that model without communication")
     options = parser.parse_args(arguments)
     if (options.params is None) != (options.step_seconds is None):
         parser.error("--params and --step-seconds belong together")
     return options
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"must be positive and finite, got {text}")
+    return seconds
 
 
 def run(options: argparse.Namespace) -> None:

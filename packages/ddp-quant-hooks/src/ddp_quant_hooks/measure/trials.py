@@ -12,12 +12,9 @@ from typing import Any
 
 import torch
 
-from ddp_compress_hooks import bf16_compress_hook
-from ddp_quant_hooks.auto.state import default_candidates
+from ddp_quant_hooks.auto.candidates import Candidate, default_candidates
 from ddp_quant_hooks.measure.links import Ranks, synchronize
-from ddp_quant_hooks.states import QuantizedAllreduceState
 from ddp_quant_hooks.statistics import bytes_around_ring
-from dist_utils.comm_hooks import CommHook
 
 Progress = Callable[[float, str], None]
 """Called with the share of the work that is done and a text about what comes next."""
@@ -92,14 +89,14 @@ def measure_hooks(
         for size in sizes:
             if sum(trial.costs[0] * size / trial.size for trial in trials[-len(hooks) :]) > left:
                 break
-            trials += [_Trial(name, *hook, runner.memory[: size // 4]) for name, hook in hooks.items()]
+            trials += [_Trial(name, hook, runner.memory[: size // 4]) for name, hook in hooks.items()]
             for trial in trials[-len(hooks) :]:
                 left -= run_once(trial)
         while due := [one for one in trials if len(one.runs) <= _REPEATS and one.costs[-1] <= left]:
             left -= run_once(min(due, key=lambda trial: sum(trial.costs)))
     finally:
-        for state, _ in hooks.values():
-            state.close()
+        for hook in hooks.values():
+            hook.close()
     found = {name: [trial.result() for trial in trials if trial.name == name] for name in hooks}
     return found, statistics.median(runner.copying)
 
@@ -109,8 +106,7 @@ class _Trial:
     """One hook on buckets of one size, and what its runs took."""
 
     name: str
-    state: Any
-    hook: CommHook
+    candidate: Candidate
     buffer: torch.Tensor
     runs: list[Exchange] = field(default_factory=list)
     costs: list[float] = field(default_factory=list)
@@ -154,14 +150,14 @@ class _Runner:
 
     def run(self, trial: _Trial) -> None:
         """Average a bucket of normal values, different on every rank: alone, then beside computation."""
-        began, state = time.perf_counter(), trial.state
-        before = state.statistics if isinstance(state, QuantizedAllreduceState) else None
+        began, counting = time.perf_counter(), trial.candidate.averaging
+        before = None if counting is None else counting.statistics
         seconds, copying, cpu, _ = self._average(trial)
         error = float((trial.buffer[:_BLOCK] - self._mean).norm() / self._mean.norm())
-        if before is None:
+        if counting is None or before is None:
             sent, to_hosts = self._bytes_around_ring(trial)
         else:
-            done = state.statistics - before
+            done = counting.statistics - before
             sent, to_hosts = done.bytes_sent, done.bytes_between_hosts
         unit = self._computation.seconds_alone()
         beside, _, _, units = self._average(trial, self._computation)
@@ -191,7 +187,7 @@ class _Runner:
         copying, units = time.perf_counter() - began, 0
         self._ranks.largest([0.0])  # begin together
         began, cpu_began = time.perf_counter(), time.process_time()
-        future = trial.hook(trial.state, trial.bucket)
+        future = trial.candidate.hook(trial.candidate.state, trial.bucket)
         if computation is not None:
             is_done = self._watch(future)
             while not is_done():
@@ -220,7 +216,7 @@ class _Runner:
         ring = list(range(len(hosts)))
         if not self._ranks.on_host:  # NCCL's ring enters every host once
             ring.sort(key=hosts.__getitem__)
-        nbytes = trial.size // (2 if trial.hook is bf16_compress_hook else 1)
+        nbytes = int(trial.size * trial.candidate.share_of_bytes)
         return bytes_around_ring(nbytes, ring, hosts, rank)
 
 

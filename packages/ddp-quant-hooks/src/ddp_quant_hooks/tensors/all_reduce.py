@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import ddp_compress_hooks
 from ddp_quant_hooks.exchange.values import Values
-from ddp_quant_hooks.states import QuantizedAllreduceState
-from ddp_quant_hooks.tensors.calls import Call, Future, Tensors, check_state, outside_graphs
+from ddp_quant_hooks.states import AveragingState
+from ddp_quant_hooks.tensors.calls import Call, Future, Tensors, begin_call, check_state, outside_graphs
 from dist_utils.comm_hooks import checked_tensors, same_kind
 from dist_utils.process_groups import record_use
 
@@ -20,7 +20,7 @@ from dist_utils.process_groups import record_use
 def all_reduce(
     tensor: Tensors,
     op: Any = dist.ReduceOp.SUM,
-    group: QuantizedAllreduceState | None = ...,
+    group: AveragingState | None = ...,
     async_op: Literal[False] = ...,
     *,
     key: str | None = ...,
@@ -31,7 +31,7 @@ def all_reduce(
 def all_reduce(
     tensor: Tensors,
     op: Any = dist.ReduceOp.SUM,
-    group: QuantizedAllreduceState | None = ...,
+    group: AveragingState | None = ...,
     *,
     async_op: Literal[True],
     key: str | None = ...,
@@ -42,7 +42,7 @@ def all_reduce(
 def all_reduce(
     tensor: Tensors,
     op: Any = dist.ReduceOp.SUM,
-    group: QuantizedAllreduceState | None = None,
+    group: AveragingState | None = None,
     async_op: bool = False,
     *,
     key: str | None = None,
@@ -92,24 +92,24 @@ def all_reduce(
         >>> all_reduce([p.grad for p in model.parameters()], dist.ReduceOp.AVG, state)  # doctest: +SKIP
     """
     state, tensors = check_state("all_reduce", group), checked_tensors("all_reduce", tensor)
-    call = Call("all_reduce", state, tensors, op, key)
-
-    def start() -> list[Future]:
-        return [_start(call, places) for places in same_kind(tensors)]
-
-    return call.run(start, tensor if async_op else None)
+    call = begin_call("all_reduce", state, tensors, op, key)
+    return call.run(submit_all_reduce, tensor if async_op else None)
 
 
-def _start(call: Call, places: Sequence[int]) -> Future:
-    """Average those of a call's tensors that are of one dtype and device, as one bucket."""
-    originals = [call.tensors[place] for place in places]
-    state, mean, with_feedback, outcome = call.state, call.mean, call.with_feedback, call.step.outcome
+def submit_all_reduce(call: Call) -> list[Future]:
+    """Average or sum a call's tensors in place: those of each dtype and device as one bucket."""
+    return [_submit(call, indices) for indices in same_kind(call.tensors)]
+
+
+def _submit(call: Call, indices: Sequence[int]) -> Future:
+    originals = [call.tensors[index] for index in indices]
+    owners = [call.owners[index] for index in indices]
+    state, mean, outcome, with_feedback = call.state, call.mean, call.step.outcome, call.state.feedback.wanted
     average, group, first = state.average, state.process_group, originals[0]
     world_size, nbytes = group.size(), sum(tensor.nbytes for tensor in originals)
-    keys = [call.key_of(place) for place in places]
     task = None
-    if average.quantizes(keys, originals, world_size):
-        task = average.prepare(group, call.step, keys, originals, label=call.label)
+    if average.quantizes(owners, originals, world_size):
+        task = average.prepare(group, call.step, owners, originals, label=call.label)
 
     # A job even without compression, so that futures complete in the order of the calls, on the state's
     # thread. Copies are made in it: on an accelerator it runs on another stream than the caller's.

@@ -6,13 +6,14 @@ import functools
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
 from ddp_quant_hooks.feedback.residuals import Key
-from ddp_quant_hooks.feedback.step import value_count
-from ddp_quant_hooks.states import QuantizedAllreduceState
+from ddp_quant_hooks.feedback.step import Step, value_count
+from ddp_quant_hooks.states import AveragingState, QuantizedAllreduceState
 from dist_utils import torch_compat
 from dist_utils.comm_hooks import checked_operation, completed_future, failed_future, joined_future
 
@@ -46,7 +47,7 @@ def outside_graphs(fn: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def check_state(name: str, group: QuantizedAllreduceState | None) -> QuantizedAllreduceState:
+def check_state(name: str, group: AveragingState | None) -> AveragingState:
     """Return the state of a call.
 
     Raises:
@@ -54,7 +55,7 @@ def check_state(name: str, group: QuantizedAllreduceState | None) -> QuantizedAl
         RuntimeError: The call is made on a state's thread.
     """
     state = _shared_state if group is None else group
-    if not isinstance(state, QuantizedAllreduceState):
+    if not isinstance(state, AveragingState):
         raise TypeError(
             f"{name}: group must be a QuantizedAllreduceState, which is made once for a group and kept, or "
             f"None for WORLD, got {type(state).__name__}"
@@ -67,10 +68,80 @@ def check_state(name: str, group: QuantizedAllreduceState | None) -> QuantizedAl
     return state
 
 
+@dataclass(frozen=True)
 class Call:
-    """A call on plain tensors: a part of a step, on which all ranks agree before it is sent.
+    """A call on plain tensors that is part of a step, which it has begun.
 
     Jobs must not keep it, as it has the state, whose group would end on the worker's own thread.
+
+    Attributes:
+        name: The name of the function.
+        state: Its state.
+        tensors: What it averages, checked.
+        owners: What the residuals of each tensor belong to.
+        mean: Whether the mean is wanted, and not the sum.
+        key: What names the values, for comparison between the ranks.
+        step: The step that the call belongs to.
+    """
+
+    name: str
+    state: AveragingState
+    tensors: Sequence[torch.Tensor]
+    owners: Sequence[Key]
+    mean: bool
+    key: str | None
+    step: Step
+
+    @property
+    def label(self) -> int:
+        """A number for what the call does, identical in every process.
+
+        Its messages have it for a tag, so that a rank that makes another call does not take them for its own.
+        """
+        text = f"{self.name} {self.mean} {self.key!r}"
+        return zlib.crc32(text.encode(errors="surrogatepass"))
+
+    def run(self, submit: Callable[[Call], list[Future]], result: Tensors | None = None) -> Future | None:
+        """Let the ranks agree, submit the jobs, and wait for them unless there is a ``result`` for a future.
+
+        Args:
+            submit: Submits the call's jobs, and returns their futures.
+            result: The value of the future to return; ``None``: wait.
+        """
+        state, filled = self.state, [tensor for tensor in self.tensors if tensor.numel()]
+        submitted: list[Future] = []
+        # Tensors made here live on and are written elsewhere, so they must not be of inference mode.
+        with torch_compat.profiler_range(f"ddp_quant_hooks.{self.name}"), torch.inference_mode(False):
+            try:
+                if filled and state.process_group.size() > 1:
+                    with self.step.outcome.watch():
+                        state.begin_call(self.name, self._terms(), filled)
+                        submitted = [future.then(self.step.outcome.of) for future in submit(self)]
+                if result is None:
+                    for future in submitted:
+                        future.wait()
+                    return None
+            except Exception as error:
+                state.fail(error)  # the peers hear of it
+                if result is not None:
+                    return failed_future(error, filled[0])
+                raise
+        return _future_of_all(submitted, filled, result)
+
+    def _terms(self) -> dict[str, object]:
+        """Return what must be equal on all ranks besides the tensors' lengths and dtypes, by name."""
+        of_tensors = [owner for owner, one in zip(self.owners, self.tensors, strict=True) if one.numel()]
+        return {
+            "op": "AVG" if self.mean else "SUM",
+            "key": self.key,
+            **self.state.average.terms_of(of_tensors),
+        }
+
+
+def begin_call(
+    name: str, state: AveragingState, tensors: Sequence[torch.Tensor], op: Any, key: str | None
+) -> Call:
+    """Check a call, and begin it as a part of a step.
 
     Args:
         name: The name of the function.
@@ -84,88 +155,33 @@ class Call:
         ValueError: The operation is another one than sum and mean; the key is missing but needed, or was used
             in this step, or for another length; or the tensors are on several accelerators.
         RuntimeError: The call is captured in a CUDA graph, and has something to decide.
-
-    Attributes:
-        state: As given.
-        tensors: As given.
-        mean: Whether the mean is wanted, and not the sum.
-        step: The step that the call belongs to.
-        with_feedback: Whether residuals are kept.
-        label: A number for what the call does, identical in every process. Its messages have it for a tag, so
-            that a rank that makes another call does not take them for its own.
     """
-
-    def __init__(
-        self,
-        name: str,
-        state: QuantizedAllreduceState,
-        tensors: Sequence[torch.Tensor],
-        op: Any,
-        key: str | None,
-    ) -> None:
-        if key is not None and not isinstance(key, str):
-            raise TypeError(f"{name}: key must be a string, got {type(key).__name__}")
-        self.state, self.tensors, self.mean = state, tensors, checked_operation(name, op)
-        self.with_feedback = state.feedback.wanted
-        self.label = zlib.crc32(f"{name} {self.mean} {key!r}".encode(errors="surrogatepass"))
-        self._name, self._key = name, key
-        accelerators = {one.device for one in tensors if one.numel() and one.device.type != "cpu"}
-        if len(accelerators) > 1:
+    if key is not None and not isinstance(key, str):
+        raise TypeError(f"{name}: key must be a string, got {type(key).__name__}")
+    mean = checked_operation(name, op)
+    accelerators = {one.device for one in tensors if one.numel() and one.device.type != "cpu"}
+    if len(accelerators) > 1:
+        raise ValueError(f"{name}: the tensors are on {sorted(map(str, accelerators))}: call once for each")
+    feedback, names = state.feedback, list[str]()
+    if feedback.wanted:
+        if key is None:
             raise ValueError(
-                f"{name}: the tensors are on {sorted(map(str, accelerators))}: call once for each"
+                f"{name}: with error feedback a key must name these values, so that the next step finds "
+                "their residuals"
             )
-        names: list[str] = []
-        if self.with_feedback:
-            if key is None:
-                raise ValueError(
-                    f"{name}: with error feedback a key must name these values, so that the next step finds "
-                    "their residuals"
-                )
-            names = [*map(self._name_of, range(len(tensors)))]
-            for one, tensor in zip(names, tensors, strict=True):
-                state.feedback.require_length(one, value_count(tensor))
-            names.append(key)
-        for tensor in tensors:
-            state.refuse_capture(tensor)
-        self.step = state.feedback.begin_tensors()
-        self.step.use([*dict.fromkeys(names)])
-
-    def key_of(self, number: int) -> Key:
-        """Return what the residuals of a tensor belong to."""
-        tensor = self.tensors[number]
-        if not self.with_feedback:
-            return Key.of("", tensor)
-        return self.state.feedback.key_of(self._name_of(number), tensor)
-
-    def run(self, start: Callable[[], list[Future]], result: Tensors | None) -> Future | None:
-        """Let the ranks agree, start the call, and wait for it unless there is a ``result`` for a future."""
-        state, filled = self.state, [tensor for tensor in self.tensors if tensor.numel()]
-        keys = [Key.of("", tensor) for tensor in filled]
-        terms = {"op": "AVG" if self.mean else "SUM", "key": self._key, **state.average.terms_of(keys)}
-        worker = state.worker
-        like = filled[0] if filled else torch.empty(0)
-        started: list[Future] = []
-        # Tensors made here live on and are written elsewhere, so they must not be of inference mode.
-        with torch_compat.profiler_range(f"ddp_quant_hooks.{self._name}"), torch.inference_mode(False):
-            try:
-                if filled and state.process_group.size() > 1:
-                    with self.step.outcome.watch():
-                        state.require_same_call(self._name, terms, filled)
-                        started = [future.then(self.step.outcome.of) for future in start()]
-                if result is None:
-                    for future in started:
-                        future.wait()
-                    return None
-            except (RuntimeError, MemoryError) as error:
-                worker.fail(error)  # the peers hear of it if they have a private group
-                if result is not None:
-                    return failed_future(error, like)
-                raise
-        return _future_of_all(started, filled, result)
-
-    def _name_of(self, number: int) -> str:
-        """Return the name under which the residuals of a tensor are kept."""
-        return str(self._key) if len(self.tensors) == 1 else f"{self._key}[{number}]"
+        names = [key] if len(tensors) == 1 else [f"{key}[{index}]" for index in range(len(tensors))]
+        for one, tensor in zip(names, tensors, strict=True):
+            feedback.require_length(one, value_count(tensor))
+    for tensor in tensors:
+        state.refuse_capture(tensor)
+    step = feedback.begin_tensors()
+    if key is not None and names:
+        step.use([*dict.fromkeys([*names, key])])
+    owners = [
+        feedback.key_of(names[index], tensor) if names else Key.of("", tensor)
+        for index, tensor in enumerate(tensors)
+    ]
+    return Call(name, state, tensors, owners, mean, key, step)
 
 
 def _future_of_all(started: list[Future], tensors: Sequence[torch.Tensor], result: Tensors) -> Future:

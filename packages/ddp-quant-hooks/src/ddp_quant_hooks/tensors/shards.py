@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 
 from ddp_quant_hooks.exchange.values import flat_real
-from ddp_quant_hooks.states import QuantizedAllreduceState
-from ddp_quant_hooks.tensors.calls import Call, Future, check_state, outside_graphs
+from ddp_quant_hooks.states import AveragingState
+from ddp_quant_hooks.tensors.calls import Call, Future, begin_call, check_state, outside_graphs
 from dist_utils import torch_compat
 from dist_utils.comm_hooks import checked_tensors
 from dist_utils.process_groups import record_use
@@ -20,7 +21,7 @@ def reduce_scatter_tensor(
     output: torch.Tensor,
     input: torch.Tensor,
     op: Any = dist.ReduceOp.SUM,
-    group: QuantizedAllreduceState | None = ...,
+    group: AveragingState | None = ...,
     async_op: Literal[False] = ...,
     *,
     key: str | None = ...,
@@ -32,7 +33,7 @@ def reduce_scatter_tensor(
     output: torch.Tensor,
     input: torch.Tensor,
     op: Any = dist.ReduceOp.SUM,
-    group: QuantizedAllreduceState | None = ...,
+    group: AveragingState | None = ...,
     *,
     async_op: Literal[True],
     key: str | None = ...,
@@ -44,7 +45,7 @@ def reduce_scatter_tensor(
     output: torch.Tensor,
     input: torch.Tensor,  # noqa: A002 - as in torch.distributed
     op: Any = dist.ReduceOp.SUM,
-    group: QuantizedAllreduceState | None = None,
+    group: AveragingState | None = None,
     async_op: bool = False,
     *,
     key: str | None = None,
@@ -93,10 +94,18 @@ def reduce_scatter_tensor(
     state.average.refuse_shards(name)
     world_size = state.process_group.size()
     target, source = _check_shards(name, world_size, output, input)
-    call = Call(name, state, [source], op, key)
-    if world_size == 1:
-        target.copy_(source.view(target.shape))
-    return call.run(lambda: [_start(call, target, source)], output if async_op else None)
+    call = begin_call(name, state, [source], op, key)
+    return run_reduce_scatter(call, target, output if async_op else None)
+
+
+def run_reduce_scatter(call: Call, target: torch.Tensor, result: torch.Tensor | None = None) -> Future | None:
+    """Average or sum a call's only tensor, of which ``target`` gets this rank's shard.
+
+    See :meth:`Call.run`.
+    """
+    if call.state.process_group.size() == 1:
+        target.copy_(call.tensors[0].view(target.shape))
+    return call.run(partial(_submit, target), result)
 
 
 def _check_shards(
@@ -126,41 +135,42 @@ def _check_shards(
     return target, source
 
 
-def _start(call: Call, target: torch.Tensor, source: torch.Tensor) -> Future:
-    state, mean, with_feedback, outcome = call.state, call.mean, call.with_feedback, call.step.outcome
-    average, world_size = state.average, state.process_group.size()
-    task, flags = None, list[torch.Tensor]()
-    if average.quantizes([call.key_of(0)], [source], world_size):
+def _submit(target: torch.Tensor, call: Call) -> list[Future]:
+    state, mean, outcome, with_feedback = call.state, call.mean, call.step.outcome, call.state.feedback.wanted
+    (source,), (owner,) = call.tensors, call.owners
+    average, group = state.average, state.process_group
+    world_size, task, flags = group.size(), None, list[torch.Tensor]()
+    if average.quantizes([owner], [source], world_size):
         task = average.prepare_shards(
-            state.process_group,
+            group,
             call.step,
-            call.key_of(0),
+            owner,
             source,
             not_finite=flags.append if with_feedback else None,
             label=call.label,
         )
 
-    def job(group: dist.ProcessGroup) -> torch.Tensor:
+    def job(private_group: dist.ProcessGroup) -> torch.Tensor:
         for tensor in (source, target):
             record_use(tensor)  # the caller may drop it before this stream is done with it
         values, shard = flat_real(source), flat_real(target)
         if task is not None:
-            average.run_shards(group, values, shard, task)
+            average.run_shards(private_group, values, shard, task)
             if not mean:
                 shard *= world_size
         else:
             shares = values / world_size if mean else values
-            torch_compat.reduce_scatter_single(shard, shares, group=group)
+            torch_compat.reduce_scatter_single(shard, shares, group=private_group)
             torch.autograd.graph.increment_version(shard)  # the backend does not tell autograd
-            average.count_plain(group, source.nbytes // 2)
+            average.count_plain(private_group, source.nbytes // 2)
         if with_feedback:
             if not (mean and task is not None):  # that mean is checked already
                 flags.append(~shard.isfinite().all())
             flag = torch.stack(flags).any().to(torch.int32)
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)  # ranks must agree on whether a step counts
+            # Ranks must agree on whether a step counts.
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=private_group)
             outcome.not_finite(flag.bool())
         return target
 
-    return state.worker.submit(
-        job, device=source.device, name="ddp_quant_hooks.reduce_scatter_tensor:exchange"
-    )
+    name = "ddp_quant_hooks.reduce_scatter_tensor:exchange"
+    return [state.worker.submit(job, device=source.device, name=name)]
