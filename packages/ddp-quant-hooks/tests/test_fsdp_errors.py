@@ -93,7 +93,7 @@ def _different_ranks(rank):
 def _unfit_states(_):
     mesh, flat = nodes_and_shards(1), init_device_mesh("cpu", (2,))
     net, wide = sharded(mesh["shard"]), sharded(flat)
-    flat_tensor = "exact_1d does not work: FSDP hands over.* one flat tensor"
+    flat_tensor = "FSDP hands over.* one flat tensor: exact_1d does not work"
     _refused(ValueError, flat_tensor, quantize_all_reduce, net, state_between(mesh, exact_1d=True))
     of_ddp = state_between(mesh, bits=4)
     ddp = torch.nn.parallel.DistributedDataParallel(Net())

@@ -242,7 +242,7 @@ def _wrong_nodes(rank):
     with pytest.raises(RuntimeError, match=told):
         run_hook(crossed, grad_bucket([torch.ones(3)]), torch.ones(1000))
     wrong = _state("0011", levels=(4,))
-    with pytest.raises(ValueError, match=r"product of levels \(4,\) is not 2, the number of hosts"):
+    with pytest.raises(RuntimeError, match=r"product of levels \(4,\) is not 2, the number of hosts"):
         run_hook(wrong, grad_bucket([torch.ones(3)]), torch.ones(1000))
     # Among the ranks of a single host there are only few bits, whatever is asked for.
     means = {}
