@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -37,8 +37,7 @@ class AveragingState(FeedbackState):
 
     Args:
         process_group: As for :class:`dist_utils.comm_hooks.HookState`.
-        own: As for :class:`FeedbackState`.
-        shard: Likewise.
+        kept: The names of the slots of residuals that are kept.
     """
 
     average: Average
@@ -46,8 +45,8 @@ class AveragingState(FeedbackState):
     least_error: float
     """The smallest relative error that an average of gradients is expected to have."""
 
-    def __init__(self, process_group: GroupLike = None, *, own: bool, shard: bool) -> None:
-        super().__init__(process_group, own=own, shard=shard)
+    def __init__(self, process_group: GroupLike = None, *, kept: Collection[str]) -> None:
+        super().__init__(process_group, kept=kept)
         self.counter = Counter()
         self._placed_by: OrderedWorker | None = None
 

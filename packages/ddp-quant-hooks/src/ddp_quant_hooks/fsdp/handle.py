@@ -12,8 +12,8 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 import torch.distributed as dist
 
+from ddp_quant_hooks.feedback.residuals import Key
 from ddp_quant_hooks.feedback.step import Outcome, Step, value_count
-from ddp_quant_hooks.feedback.store import Key
 from ddp_quant_hooks.fsdp.replacement import Replacement
 from ddp_quant_hooks.fsdp.sharded_module import ShardedModule
 from ddp_quant_hooks.states import AveragingState
