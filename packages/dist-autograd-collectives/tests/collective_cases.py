@@ -22,13 +22,11 @@ class Case:
         call: ``(x, group, ranks)`` -> this rank's outputs; ``ranks`` are the members' global ranks.
         simulate: all members' ``x`` -> all members' outputs.
         linear: Whether the outputs are linear in the inputs.
-        second_order: Whether every rank's result depends on its x, which a second backward needs.
     """
 
     call: Any
     simulate: Any
     linear: bool = True
-    second_order: bool = True
 
 
 def _reduced(stacked, op):
@@ -102,10 +100,10 @@ def _scatter(root, run=_at_once, *, lists):
     def call(x, group, ranks):
         is_source = ranks.index(dist.get_rank()) == root % len(ranks)
         entries, like = (_entries(x, len(ranks)), None) if is_source or lists else (None, x)
-        return [run(dac.scatter, entries, ranks[root], group, like=like, anchor=not lists)]
+        return [run(dac.scatter, entries, ranks[root], group, like=like)]
 
     simulate = lambda xs: [[entry] for entry in _entries(xs[root], len(xs))]  # noqa: E731
-    return Case(call, simulate, second_order=lists)
+    return Case(call, simulate)
 
 
 def _all_gather(run=_at_once):
@@ -239,23 +237,6 @@ def _coalesced(op):
     )
 
 
-def _simulate_gather_coalesced(xs):
-    return [[torch.cat(each, -1) for each in zip(*map(_several, xs), strict=True)] for _ in xs]
-
-
-def _call_scatter_coalesced(x, group, ranks):
-    return list(
-        dac.reduce_scatter_dim_coalesced(
-            [_last_stacked(x, len(ranks)), _last_stacked(x, 2 * len(ranks))], dim=-1, group=group
-        )
-    )
-
-
-def _simulate_scatter_coalesced(xs):
-    totals = [sum(_last_stacked(x, count * len(xs)) for x in xs).split(count, -1) for count in (1, 2)]
-    return [list(parts) for parts in zip(*totals, strict=True)]
-
-
 CASES = {
     **{f"all_reduce {op}": _all_reduce(op) for op in OPERATIONS},
     **{f"reduce {op}": _reduce(op, LAST) for op in OPERATIONS},
@@ -317,11 +298,6 @@ CASES = {
     "permute some": _permute(lambda size: [(0, size - 1)]),
     "all_reduce_coalesced SUM": _coalesced("SUM"),
     "all_reduce_coalesced MAX": _coalesced("MAX"),
-    "all_gather_cat_coalesced": Case(
-        lambda x, group, ranks: list(dac.all_gather_cat_coalesced(_several(x), -1, group=group)),
-        _simulate_gather_coalesced,
-    ),
-    "reduce_scatter_dim_coalesced": Case(_call_scatter_coalesced, _simulate_scatter_coalesced),
     "started all_reduce SUM": _all_reduce("SUM", _start_and_wait),
     "started all_reduce MAX": _all_reduce("MAX", _start_and_wait),
     "started all_gather": _all_gather(_start_and_wait),

@@ -1,7 +1,8 @@
-"""``check=True``: what is wrong on one rank, or differs between ranks, is an error on every rank."""
+"""``compare_calls``: what is wrong on one rank, or differs between ranks, is an error on every rank."""
 
 import functools
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -33,12 +34,10 @@ GOOD = {
     "permute": (X, [(0, 1), (1, 0)]),
     "copy_to_group": (X,),
     "all_reduce_coalesced": (LIST,),
-    "all_gather_cat_coalesced": (LIST,),
-    "reduce_scatter_dim_coalesced": (LIST,),
 }
 BAD = [
     ("scatter", (LIST, 1), {}),
-    ("scatter", (LIST, 0), {"anchor": LIST[0]}),
+    ("scatter", (LIST, 0), {"like": "text"}),
     ("all_to_all", ([torch.zeros(2), torch.zeros(3)], [torch.zeros(3), torch.zeros(2)]), {}),
     ("all_to_all_single", (torch.zeros(4, 2), X, [3, 1], [2, 2]), {}),
     ("all_to_all_dim", (X.reshape(2, 4), 0, 1), {}),  # parts with the same number of elements
@@ -53,9 +52,19 @@ BAD = [
 ]
 
 
+def checked(function):
+    """The function, whose calls are compared."""
+
+    def run(*args, **kwargs):
+        with dac.compare_calls():
+            return function(*args, **kwargs)
+
+    return run
+
+
 def _outcome(fn, *args, **kwargs):
     try:
-        fn(*args, **kwargs, check=True)
+        checked(fn)(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - whatever it is
         return type(error).__name__, str(error)
     return "no error", ""
@@ -102,7 +111,7 @@ def _length():
     return torch.ones(2 + dist.get_rank())
 
 
-checked_sum = functools.partial(dac.all_reduce, check=True)
+checked_sum = checked(dac.all_reduce)
 
 
 def _dual():
@@ -115,28 +124,28 @@ def _splits(length):
     """Rank 1 sends more to rank 0 than that one expects, inside a transform."""
     sent = [1 + dist.get_rank(), 1]
     exchange = functools.partial(dac.all_to_all_single, output_split_sizes=[1, 1], input_split_sizes=sent)
-    return torch.func.grad(
-        lambda v: (exchange(torch.empty(2), torch.ones(sum(sent)), check=True) + v[0]).sum()
-    )(torch.ones(length))
+    return torch.func.grad(lambda v: (checked(exchange)(torch.empty(2), torch.ones(sum(sent))) + v[0]).sum())(
+        torch.ones(length)
+    )
 
 
 # Each with what every rank is told.
 DIFFERENT = [
     ("rank 0 .* shape .2., torch.float32 on cpu.* rank 1 .* shape .3.", lambda: checked_sum(_length())),
-    ("torch.float64", lambda: dac.all_gather(_of(X, X.double()), check=True)),
+    ("torch.float64", lambda: checked(dac.all_gather)(_of(X, X.double()))),
     (
         r"rank 0 was called with all_reduce\(SUM\), sum, rank 1 with all_reduce\(MAX\), sum",
         lambda: checked_sum(X, _of("sum", "max")),
     ),
-    ("broadcast from 0", lambda: dac.broadcast(X, dist.get_rank(), check=True)),
-    ("all_gather", lambda: _of(dac.all_reduce, dac.all_gather)(X, check=True)),
-    ("which needs a gradient.* which needs no gradient", lambda: dac.broadcast(_needs(0), 0, check=True)),
+    ("broadcast from 0", lambda: checked(dac.broadcast)(X, dist.get_rank())),
+    ("all_gather", lambda: checked(_of(dac.all_reduce, dac.all_gather))(X)),
+    ("which needs a gradient.* which needs no gradient", lambda: checked(dac.broadcast)(_needs(0), 0)),
     (
         "needs a gradient.* needs no gradient",
-        lambda: dac.scatter(_of([X[0], _needs(0)], None), 0, like=X[0], check=True),
+        lambda: checked(dac.scatter)(_of([X[0], _needs(0)], None), 0, like=X[0]),
     ),
     ("rank 1 of the group sends 2 to rank 0, which expects 1", lambda: _splits(2)),
-    (r"shape \(any, 2\)", lambda: dac.all_gather_cat(torch.ones(2, _of(2, 3)), sizes="auto", check=True)),
+    (r"shape \(any, 2\)", lambda: checked(dac.all_gather_cat)(torch.ones(2, _of(2, 3)), sizes="auto")),
     ("a batch of 3", lambda: torch.func.vmap(checked_sum, in_dims=1)(torch.ones(3, _of(2, 3)))),
     (
         "with a tangent",
@@ -154,12 +163,12 @@ def _told(rank):
             call()
         seen.append(str(caught.value))
     fits = [
-        dac.all_gather_cat(_length(), sizes="auto", check=True).tolist(),
-        dac.broadcast(_needs(0), 0, anchor=True, check=True).tolist(),
+        checked(dac.all_gather_cat)(_length(), sizes="auto").tolist(),
+        checked(dac.broadcast)(dac.anchored(_needs(0)), 0).tolist(),
         torch.func.vmap(torch.func.grad(lambda v: checked_sum(v).sum()))(torch.ones(3, 2)).tolist(),
     ]
     with torch.no_grad():
-        fits.append(dac.broadcast(_needs(0), 0, check=True).tolist())
+        fits.append(checked(dac.broadcast)(_needs(0), 0).tolist())
     return seen, fits
 
 
@@ -169,21 +178,28 @@ def test_every_rank_is_told_what_differs_and_calls_that_fit_run():
     assert fits == fits_second == [[1.0] * 5, [1, 1], [[2.0] * 2] * 3, [1, 1]]
 
 
-def _environment(rank):
-    found = {}
-    for value in ("1", "0", ""):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("DIST_AUTOGRAD_CHECK", value)
-            found[value] = _kind_of_environment(rank)
-    return found
-
-
-def _kind_of_environment(rank):
+def _needs_differ():
+    """Whether a call is compared: one whose tensor needs a gradient on one rank only."""
     try:
-        return dac.all_reduce(_needs(0)).tolist()
+        dac.all_reduce(_needs(0))
     except TensorMismatchError as error:
         return "needs no gradient" in str(error)
+    return False
 
 
-def test_the_environment_asks_for_comparison_and_nothing_is_compared_otherwise():
-    assert run_ranks(_environment, 2) == [{"1": True, "0": [2, 2], "": [2, 2]}] * 2
+def _switched(_):
+    found = [_needs_differ()]
+    with dac.compare_calls():
+        found.append(_needs_differ())
+        with dac.compare_calls(False):
+            found.append(_needs_differ())
+        with ThreadPoolExecutor(1) as pool:
+            found.append(pool.submit(_needs_differ).result())  # in another thread
+    return [*found, _needs_differ()]
+
+
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_the_environment_asks_for_comparison_and_a_context_does(value, monkeypatch):
+    monkeypatch.setenv("DIST_AUTOGRAD_CHECK", value)
+    usual = value == "1"
+    assert run_ranks(_switched, 2) == [[usual, True, False, usual, usual]] * 2

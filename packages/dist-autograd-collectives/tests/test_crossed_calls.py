@@ -109,7 +109,7 @@ def test_calls_that_differ_never_take_each_others_values():
         assert {kind for kind, _ in outcomes} in ({"CollectiveError"}, {"CollectiveError", "no error"}), (
             outcomes
         )
-        assert "check=True tells at once" in "".join(text for _, text in outcomes), name
+        assert "compare_calls() tells at once" in "".join(text for _, text in outcomes), name
 
 
 def _short_broadcast(rank):

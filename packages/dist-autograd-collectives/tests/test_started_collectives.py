@@ -6,7 +6,6 @@ import mmap
 import signal
 import sys
 import time
-import traceback
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -108,8 +107,11 @@ def test_what_dropped_handles_have_started_is_freed_by_the_next_calls():
     assert max(run_ranks(_dropped_sums, 3, timeout=60)) < 15
 
 
+AGAIN = r" was waited for before, and that wait has failed or has not ended"
+
+
 def _failed(rank):
-    """A handle whose peer never comes: its error is raised again, and no handle is kept."""
+    """A handle whose peer never comes: its error is raised once, and no handle is kept."""
     group, gone = dist.new_group(timeout=timedelta(seconds=TIMEOUT)), []
     dac.all_reduce(torch.ones(1), group=group)  # connects
     if rank:
@@ -118,23 +120,18 @@ def _failed(rank):
     for _ in range(2):  # the second one is dropped
         handle = dac.start(dac.all_gather_cat, torch.ones(2), group=group)
         gone.append(weakref.ref(handle))
-    texts, depths = [], []
     handle = gone[0]() or handle
-    for _ in range(3):
-        with pytest.raises(dac.CollectiveError, match="all_gather_cat failed on rank 0") as caught:
+    for text in (" failed on rank 0", AGAIN, AGAIN):
+        with pytest.raises(RuntimeError, match=f"all_gather_cat{text}") as caught:
             handle.wait()
-        texts.append(str(caught.value))
-        depths.append(len(traceback.extract_tb(caught.value.__traceback__)))
         del caught
-    assert texts[1:] == texts[:1] * 2
-    assert depths[1] == depths[2]
     dist.barrier()
     gc.disable()
     del handle
     return [one() for one in gone]
 
 
-def test_an_error_of_a_handle_is_raised_again_and_holds_nothing():
+def test_an_error_of_a_handle_is_raised_and_holds_nothing():
     assert run_ranks(_failed, 2) == [[None, None], []]
 
 
@@ -161,7 +158,7 @@ def _interrupted(rank):
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     with pytest.raises(KeyboardInterrupt):
         handle.wait()
-    with pytest.raises(dac.CollectiveError, match=r"earlier wait for all_reduce\(SUM\).*KeyboardInterrupt"):
+    with pytest.raises(RuntimeError, match=r"all_reduce\(SUM\)" + AGAIN):
         handle.wait()
     return 2.0
 
@@ -182,7 +179,7 @@ def _waits_again(rank):
     handle = dac.start(dac.all_reduce, torch.ones(1))
     signal.signal(signal.SIGALRM, lambda *_: handle.wait())
     signal.setitimer(signal.ITIMER_REAL, 0.3)
-    with pytest.raises(RuntimeError, match=r"all_reduce\(SUM\) is waited for by this thread already"):
+    with pytest.raises(RuntimeError, match=r"all_reduce\(SUM\)" + AGAIN):
         handle.wait()
     return 2.0
 

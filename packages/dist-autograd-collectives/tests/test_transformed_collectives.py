@@ -28,7 +28,7 @@ COLLECTIVES = {
     "all_to_all_dim": lambda x: dac.all_to_all_dim(x, 0, 0),
     "permute": lambda x: dac.permute(x, SWAP),
     "permute, one way": lambda x: dac.permute(x, [(0, 1)]),
-    "coalesced": lambda x: sum(part.sum() for part in dac.all_gather_cat_coalesced([x, x.sin()])) * x,
+    "coalesced": lambda x: sum(part.sum() for part in dac.all_reduce_coalesced([x, x.sin()])) * x,
     "started": lambda x: dac.start(dac.all_gather_stack, x).wait(),
     "copy_to_group": dac.copy_to_group,
 }
@@ -316,8 +316,8 @@ def test_a_recorded_graph_communicates_and_so_does_the_next_call(length, names):
 def _refused(rank):
     """What needs shapes that only another rank knows has no graph; nothing is sent."""
     for transform in (make_fx, torch.func.vmap):
-        with pytest.raises(ValueError, match="anchor=True works neither"):
-            transform(lambda x: dac.all_reduce(x, anchor=True))(torch.ones(2, 2))
+        with pytest.raises(ValueError, match="anchored works neither"):
+            transform(lambda x: dac.all_reduce(dac.anchored(x)))(torch.ones(2, 2))
     with pytest.raises(ValueError, match="'auto' cannot be traced"):
         make_fx(lambda x: dac.all_gather_cat(x, sizes="auto"))(torch.ones(2))
     return dac.all_reduce(torch.ones(1)).item()

@@ -16,25 +16,25 @@ from dist_utils.testing import patience, run_ranks
 # their losses count once and twice.
 CALLS = {
     "all_reduce(SUM)": (dac.all_reduce, [3, 3]),
-    "all_reduce(MAX)": (lambda x, **options: dac.all_reduce(x, "max", **options), [1.5, 1.5]),
-    "broadcast": (lambda x, **options: dac.broadcast(x, 0, **options), [3, 3]),
-    "reduce(SUM)": (lambda x, **options: dac.reduce(x, 1, **options), [2, 2]),
-    "all_gather": (lambda x, **options: dac.all_gather(x, **options)[0], [3, 3]),
-    "all_gather_base": (lambda x, **options: dac.all_gather_base(torch.empty(4), x, **options), [3, 3]),
-    "gather": (lambda x, **options: dac.gather(x, 1, **options)[0], [2, 2]),
-    "scatter": (lambda x, **options: dac.scatter([x, x], 0, **options), [3, 3]),
+    "all_reduce(MAX)": (lambda x: dac.all_reduce(x, "max"), [1.5, 1.5]),
+    "broadcast": (lambda x: dac.broadcast(x, 0), [3, 3]),
+    "reduce(SUM)": (lambda x: dac.reduce(x, 1), [2, 2]),
+    "all_gather": (lambda x: dac.all_gather(x)[0], [3, 3]),
+    "all_gather_base": (lambda x: dac.all_gather_base(torch.empty(4), x), [3, 3]),
+    "gather": (lambda x: dac.gather(x, 1)[0], [2, 2]),
+    "scatter": (lambda x: dac.scatter([x, x], 0), [3, 3]),
     "reduce_scatter(SUM)": (
-        lambda x, **options: dac.reduce_scatter(torch.empty(2), [x, x], **options),
+        lambda x: dac.reduce_scatter(torch.empty(2), [x, x]),
         [3, 3],
     ),
-    "all_to_all": (lambda x, **options: dac.all_to_all([torch.empty(2)] * 2, [x, x], **options)[0], [3, 3]),
+    "all_to_all": (lambda x: dac.all_to_all([torch.empty(2)] * 2, [x, x])[0], [3, 3]),
     "all_to_all_single": (
-        lambda x, **options: dac.all_to_all_single(torch.empty(2), x, **options),
+        lambda x: dac.all_to_all_single(torch.empty(2), x),
         [1, 2],
     ),
     "all_gather_cat": (dac.all_gather_cat, [3, 3]),
     "reduce_scatter_dim(SUM)": (dac.reduce_scatter_dim, [1, 2]),
-    "permute": (lambda x, **options: dac.permute(x, [(0, 1), (1, 0)], **options), [2, 2]),
+    "permute": (lambda x: dac.permute(x, [(0, 1), (1, 0)]), [2, 2]),
     "copy_to_group": (dac.copy_to_group, [3, 3]),
 }
 
@@ -44,12 +44,12 @@ def _anchored(rank):
     seen = {}
     for title, (call, _) in CALLS.items():
         x = torch.ones(2, requires_grad=rank == 0)
-        (call(x, anchor=True).sum() * (1 + rank)).backward()
+        (call(dac.anchored(x)).sum() * (1 + rank)).backward()
         seen[title] = None if x.grad is None else x.grad.tolist()
     return seen
 
 
-def test_an_anchor_lets_ranks_without_a_gradient_take_part():
+def test_anchored_lets_ranks_without_a_gradient_take_part():
     gradients = {title: gradient for title, (_, gradient) in CALLS.items()}
     assert run_ranks(_anchored, 2, group_timeout=30) == [gradients, dict.fromkeys(CALLS)]
 
@@ -94,7 +94,7 @@ def _unused(rank, limit):
     for title, group in zip(TITLES, groups, strict=True):
         dist.barrier()
         x = torch.ones(2, requires_grad=True)
-        y = CALLS[title][0](x, group=group)
+        y = getattr(dac, title.partition("(")[0])(x, group=group)
         try:
             (x if rank else y).sum().backward()
         except dac.CollectiveError as error:
@@ -112,13 +112,13 @@ def test_an_unused_output_ends_in_an_error_with_the_name_of_the_function():
 
 
 def _asks_for_some_gradients(rank, limit):
-    """``torch.autograd.grad`` follows only what leads to its inputs, which an anchor does not."""
+    """``torch.autograd.grad`` follows only what leads to its inputs, which an anchored tensor does not."""
     w, x = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=rank == 0)
     group = dist.new_group([0, 1], timeout=timedelta(seconds=limit))
     inputs = [w, x] if rank == 0 else [w]
     loss = (dac.broadcast(x if rank == 0 else dac.connect(x, w), 0) * w * (1 + rank)).sum()
     connected = [gradient.tolist() for gradient in torch.autograd.grad(loss, inputs)]
-    loss = (dac.broadcast(x, 0, group, anchor=True) * w).sum()
+    loss = (dac.broadcast(dac.anchored(x), 0, group) * w).sum()
     if rank:
         torch.autograd.grad(loss, inputs)
         return connected, None
@@ -127,7 +127,7 @@ def _asks_for_some_gradients(rank, limit):
     return connected, str(caught.value)
 
 
-def test_a_tensor_connected_to_an_input_takes_part_where_an_anchor_cannot():
+def test_a_tensor_connected_to_an_input_takes_part_where_an_anchored_one_cannot():
     (first, anchored), (second, _) = run_ranks(_asks_for_some_gradients, 2, patience(0.5), group_timeout=30)
     assert first == [[1, 1], [3, 3]]
     assert second == [[2, 2]]

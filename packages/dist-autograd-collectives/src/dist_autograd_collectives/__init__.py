@@ -2,20 +2,20 @@
 
 from dist_autograd_collectives.arguments import Sizes
 from dist_autograd_collectives.backend import CollectiveError
-from dist_autograd_collectives.calls import Convention
 from dist_autograd_collectives.collective import Handle, start
+from dist_autograd_collectives.comparison import compare_calls
 from dist_autograd_collectives.copies import (
     all_gather,
     all_gather_base,
     all_gather_cat,
-    all_gather_cat_coalesced,
     all_gather_stack,
     broadcast,
     gather,
     scatter,
 )
 from dist_autograd_collectives.exchanges import all_to_all, all_to_all_dim, all_to_all_single, permute
-from dist_autograd_collectives.linear import connect
+from dist_autograd_collectives.maps import Convention
+from dist_autograd_collectives.participation import anchored, connect
 from dist_autograd_collectives.reductions import ReduceOperation
 from dist_autograd_collectives.sums import (
     all_reduce,
@@ -24,7 +24,6 @@ from dist_autograd_collectives.sums import (
     reduce,
     reduce_scatter,
     reduce_scatter_dim,
-    reduce_scatter_dim_coalesced,
 )
 from dist_utils import TensorMismatchError
 
@@ -40,14 +39,15 @@ __all__ = [
     "all_gather",
     "all_gather_base",
     "all_gather_cat",
-    "all_gather_cat_coalesced",
     "all_gather_stack",
     "all_reduce",
     "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_dim",
     "all_to_all_single",
+    "anchored",
     "broadcast",
+    "compare_calls",
     "connect",
     "copy_to_group",
     "gather",
@@ -55,9 +55,8 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "reduce_scatter_dim",
-    "reduce_scatter_dim_coalesced",
     "scatter",
     "start",
 ]
 
-__version__ = "1.0.3"
+__version__ = "2.0.0"

@@ -9,9 +9,8 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from dist_autograd_collectives.calls import Members
+from dist_autograd_collectives.maps import Members
 from dist_autograd_collectives.transforms import is_recorded, is_traced
-from dist_utils import GroupLike, group_rank
 from dist_utils.torch_compat import private
 
 Sizes: TypeAlias = Sequence[int] | Literal["auto"] | None
@@ -25,14 +24,26 @@ def check_tensor(label: str, given: Any) -> torch.Tensor:
     """
     if not isinstance(given, torch.Tensor):
         raise TypeError(f"{label} must be a tensor, got {type(given).__name__}")
-    traced = is_traced()
-    tensor = given if traced or type(given) in (torch.Tensor, torch.nn.Parameter) else _plain(label, given)
+    is_plain = type(given) in (torch.Tensor, torch.nn.Parameter) or is_traced()
+    tensor = given if is_plain else _plain(label, given)
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         kind = "a quantized one" if tensor.is_quantized else tensor.layout
         raise TypeError(f"{label} must be a dense tensor, got {'a nested one' if tensor.is_nested else kind}")
-    if not traced and tensor.numel() and not tensor.untyped_storage().nbytes():
-        raise ValueError(f"{label} has no memory: its storage was freed")
     return tensor
+
+
+def check_tensors(label: str, given: Any) -> list[torch.Tensor]:
+    """Return a list of dense tensors; raises if it is anything else."""
+    if not isinstance(given, (list, tuple)):
+        raise TypeError(f"{label} must be a list or tuple of tensors, got {type(given).__name__}")
+    return [check_tensor(f"{label}[{index}]", entry) for index, entry in enumerate(given)]
+
+
+def check_memory(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise if the storage of a tensor, which nothing transforms, was freed."""
+    for tensor in tensors:
+        if not tensor.untyped_storage().nbytes() and tensor.numel():
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage was freed")
 
 
 def _plain(label: str, given: torch.Tensor) -> torch.Tensor:
@@ -50,51 +61,43 @@ def _plain(label: str, given: torch.Tensor) -> torch.Tensor:
         return given.as_subclass(torch.Tensor)
 
 
-def tensor_list(label: str, given: Any) -> list[torch.Tensor]:
-    """Return a list of dense tensors; raises if it is anything else."""
-    if not isinstance(given, (list, tuple)):
-        raise TypeError(f"{label} must be a list or tuple of tensors, got {type(given).__name__}")
-    return [check_tensor(f"{label}[{index}]", entry) for index, entry in enumerate(given)]
+def check_one_kind(label: str, tensors: Sequence[torch.Tensor], count: int | None = None) -> None:
+    """Raise unless these are ``count`` tensors of one dtype and device."""
+    if count is not None and len(tensors) != count:
+        raise ValueError(f"{label} must have {count} tensors, got {_shapes(tensors)}")
+    if len({(tensor.dtype, tensor.device) for tensor in tensors}) != 1:
+        raise ValueError(f"{label} must be tensors of one dtype on one device, got {_shapes(tensors)}")
 
 
-def one_kind(label: str, entries: Sequence[torch.Tensor], count: int | None = None) -> list[torch.Tensor]:
-    """Return the tensors as a list; raises unless they are ``count`` of one dtype and device."""
-    entries = tensor_list(label, entries)
-    if count is not None and len(entries) != count:
-        raise ValueError(f"{label} must have {count} tensors, got {shapes(entries)}")
-    if len({(entry.dtype, entry.device) for entry in entries}) != 1:
-        raise ValueError(f"{label} must be tensors of one dtype on one device, got {shapes(entries)}")
-    return entries
-
-
-def one_for_each(
-    label: str, entries: Sequence[torch.Tensor], who: Members, *, like: torch.Tensor | None = None
-) -> list[torch.Tensor]:
-    """Return W tensors with the shape, dtype and device of ``like``, or of the first; raises otherwise."""
-    entries = tensor_list(label, entries)
-    wanted = [like] if like is not None else entries[:1]
-    kinds = [(entry.shape, entry.dtype, entry.device) for entry in [*wanted, *entries]]
-    if len(entries) != who.size or any(kind != kinds[0] for kind in kinds):
+def check_one_for_each(
+    label: str, tensors: Sequence[torch.Tensor], who: Members, *, like: torch.Tensor | None = None
+) -> None:
+    """Raise unless these are W tensors with the shape, dtype and device of ``like``, or of the first."""
+    wanted = [like] if like is not None else tensors[:1]
+    kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in [*wanted, *tensors]]
+    if len(tensors) != who.size or any(kind != kinds[0] for kind in kinds):
         what = "".join(f" of {one.dtype} and shape {tuple(one.shape)} on {one.device}" for one in wanted)
-        raise ValueError(f"{label} must have {who.size} tensors{what}, got {shapes(entries)}")
-    return entries
+        raise ValueError(f"{label} must have {who.size} tensors{what}, got {_shapes(tensors)}")
 
 
-def shapes(entries: Sequence[torch.Tensor]) -> str:
-    """Describe tensors for an error message."""
-    return ", ".join(f"{entry.dtype} {tuple(entry.shape)}" for entry in entries) or "none"
+def _shapes(tensors: Sequence[torch.Tensor]) -> str:
+    return ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors) or "none"
 
 
 def check_buffer(label: str, buffer: torch.Tensor, like: torch.Tensor) -> None:
     """Raise unless a result with the dtype and device of ``like`` can be written into a buffer."""
-    buffer = check_tensor(label, buffer)
     if buffer.dtype != like.dtype or buffer.device != like.device:
         raise ValueError(
             f"{label} is {buffer.dtype} on {buffer.device}, the result {like.dtype} on {like.device}"
         )
-    strides = zip(buffer.stride(), buffer.shape, strict=True)
-    if not buffer.is_contiguous() and any(stride == 0 and length > 1 for stride, length in strides):
-        raise ValueError(f"{label} is expanded: several of its elements share one place in memory")
+
+
+def check_places(buffer: torch.Tensor) -> None:
+    """Raise if several elements of a buffer share one place in memory."""
+    if not buffer.is_contiguous():
+        strides = zip(buffer.stride(), buffer.shape, strict=True)
+        if any(stride == 0 and length > 1 for stride, length in strides):
+            raise ValueError("the output is expanded: several of its elements share one place in memory")
 
 
 def fill(buffer: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -106,13 +109,15 @@ def fill(buffer: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def root_in_group(group: GroupLike, who: Members, rank: int | None, in_group: int | None, what: str) -> int:
-    """Return the root's rank in the group."""
+def root_in_group(who: Members, rank: int | None, in_group: int | None, what: str) -> int:
+    """Return the root's rank in the group; raises unless it is given in exactly one way."""
     if (rank is None) == (in_group is None):
         raise ValueError(f"give either {what} or group_{what}")
     integers(f"{what} or group_{what}", [in_group if rank is None else rank])
     if rank is not None:
-        return group_rank(group, rank)
+        if rank not in who.ranks:
+            raise ValueError(f"rank {rank} is not a member of the process group with ranks {who.ranks}")
+        return who.ranks.index(rank)
     if in_group is None or not 0 <= in_group < who.size:
         raise ValueError(f"group_{what} {in_group} is out of range for a group of {who.size} ranks")
     return in_group
@@ -148,21 +153,24 @@ def split_sizes(label: str, length: int, sizes: Sequence[int] | None, who: Membe
 
 
 def known_sizes(label: str, own: int, sizes: Sizes, who: Members) -> tuple[int, ...]:
-    """Return W lengths, empty if the ranks must be asked; raises if they do not fit this rank's own."""
+    """Return W lengths, equal ones if none are given; raises if they do not fit this rank's own."""
     if sizes is None:
         return (own,) * who.size
-    if isinstance(sizes, str) and sizes == "auto":
-        if is_recorded():
-            raise ValueError(
-                f"{label}='auto' cannot be traced by torch.compile: only other ranks know the shapes"
-            )
-        return ()
     lengths = integers(label, sizes)
     if len(lengths) != who.size or min(lengths) < 0:
         raise ValueError(f"{label} must be {who.size} lengths, got {lengths}")
     if lengths[who.rank] != own:
         raise ValueError(f"{label} {lengths} say {lengths[who.rank]} for rank {who.rank}, which has {own}")
     return tuple(lengths)
+
+
+def is_auto(sizes: object) -> bool:
+    """Return whether lengths are to be asked for; raises where nobody can be asked."""
+    if not (isinstance(sizes, str) and sizes == "auto"):
+        return False
+    if is_recorded():
+        raise ValueError("sizes='auto' cannot be traced by torch.compile: only other ranks know the shapes")
+    return True
 
 
 def check_own_part(outgoing: Sequence[int], incoming: Sequence[int], who: Members) -> None:

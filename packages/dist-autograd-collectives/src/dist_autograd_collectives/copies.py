@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from dist_autograd_collectives import arguments
 from dist_autograd_collectives.arguments import Sizes
-from dist_autograd_collectives.calls import Convention, Map, Tensors, members
-from dist_autograd_collectives.collective import collective, identity, prepare, step
-from dist_autograd_collectives.linear import exchange_lengths
-from dist_autograd_collectives.parts import join, pad, pieces
+from dist_autograd_collectives.collective import collective
+from dist_autograd_collectives.maps import Convention, Tensors, members
+from dist_autograd_collectives.parts import concatenate, flatten_each, pad
+from dist_autograd_collectives.plans import Plan, as_given, first
 from dist_utils import GroupLike
 
 
-@collective
+@collective()
 def broadcast(
     tensor: torch.Tensor,
     src: int | None = None,
@@ -23,9 +24,7 @@ def broadcast(
     *,
     group_src: int | None = None,
     grad: Convention = "sum",
-    anchor: bool = False,
-    check: bool | None = None,
-) -> torch.Tensor:
+) -> Plan[torch.Tensor]:
     """Give every rank the tensor of rank ``src``, as a new tensor.
 
     Gradient: sum over s of g_s at the source (its own g with ``grad="replicated"``), zeros elsewhere.
@@ -36,8 +35,6 @@ def broadcast(
         group: As for :func:`all_reduce`.
         group_src: The source's rank in the group, instead of ``src``.
         grad: As for :func:`all_reduce`.
-        anchor: As for :func:`all_reduce`.
-        check: As for :func:`all_reduce`.
 
     Raises:
         ValueError: This rank or the source is not in the group, not exactly one of ``src`` and
@@ -49,22 +46,20 @@ def broadcast(
     Source:
         ``torch.distributed.nn.functional.broadcast``; torch's functional collectives have no gradient here.
     """
-    who = members(group, grad)
-    root = arguments.root_in_group(group, who, src, group_src, "src")
-    tensor, terms = arguments.check_tensor("tensor", tensor), f" from {root}"
-    call, tensors = prepare("broadcast", who, [tensor], anchor, check, terms=terms, grad=grad)
-    return step(Map("broadcast", call, root), tensors, identity)
+    who = members(group)
+    root = arguments.root_in_group(who, src, group_src, "src")
+    plan: Plan[Any] = Plan("broadcast", who, [tensor], f" from {root}", grad=grad)
+    plan.map("broadcast", as_given, root=root)
+    return plan.returning(first)
 
 
-@collective
+@collective()
 def all_gather(
     tensor: torch.Tensor,
     group: GroupLike = None,
     *,
     grad: Convention = "sum",
-    anchor: bool = False,
-    check: bool | None = None,
-) -> tuple[torch.Tensor, ...]:
+) -> Plan[Tensors]:
     """Give every rank all ranks' tensors, in rank order.
 
     Gradient of rank r: sum over s of the cotangent that rank s has for entry r; with
@@ -74,8 +69,6 @@ def all_gather(
         tensor: Same shape and dtype on all ranks.
         group: As for :func:`all_reduce`.
         grad: As for :func:`all_reduce`.
-        anchor: As for :func:`all_reduce`.
-        check: As for :func:`all_reduce`.
 
     Cost:
         W - 1 times the tensor's bytes forward and backward; with ``"replicated"`` nothing backward.
@@ -83,26 +76,20 @@ def all_gather(
     Source:
         ``torch.distributed.nn.functional.all_gather``.
     """
-    who = members(group, grad)
-    tensor = arguments.check_tensor("tensor", tensor)
-    call, (tensor,) = prepare("all_gather", who, [tensor], anchor, check, grad=grad)
-
-    def receive(*parts: torch.Tensor) -> Tensors:
-        return tuple(part.view(tensor.shape) for part in parts)
-
-    return step(Map("all_gather", call, separate_output=True), [tensor.flatten()], receive)
+    shape = tensor.shape
+    plan: Plan[Any] = Plan("all_gather", members(group), [tensor], grad=grad)
+    plan.map("all_gather", flatten_each, separate_output=True)
+    return plan.returning(lambda received: tuple([part.view(shape) for part in received]))
 
 
-@collective
+@collective(fills="output_tensor")
 def all_gather_base(
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
     group: GroupLike = None,
     *,
     grad: Convention = "sum",
-    anchor: bool = False,
-    check: bool | None = None,
-) -> torch.Tensor:
+) -> Plan[torch.Tensor]:
     """Gather into one tensor: :func:`all_gather` whose result has the shape of ``output_tensor``.
 
     Args:
@@ -110,8 +97,6 @@ def all_gather_base(
         input_tensor: Same shape and dtype on all ranks.
         group: As for :func:`all_reduce`.
         grad: As for :func:`all_reduce`.
-        anchor: As for :func:`all_reduce`.
-        check: As for :func:`all_reduce`.
 
     Returns:
         A new tensor that autograd sees, with the contents of ``output_tensor``.
@@ -122,33 +107,26 @@ def all_gather_base(
     Source:
         ``torch.distributed.nn.functional._all_gather_base``, which has no backward on Gloo.
     """
-    who = members(group, grad)
-    tensor = arguments.check_tensor("input_tensor", input_tensor)
-    arguments.check_buffer("output_tensor", output_tensor, tensor)
-    if output_tensor.numel() != who.size * tensor.numel():
+    who, shape = members(group), output_tensor.shape
+    arguments.check_buffer("output_tensor", output_tensor, input_tensor)
+    if output_tensor.numel() != who.size * input_tensor.numel():
         raise ValueError(
             f"output_tensor has {output_tensor.numel()} elements, but {who.size} ranks send "
-            f"{tensor.numel()} each"
+            f"{input_tensor.numel()} each"
         )
-    call, (tensor,) = prepare("all_gather_base", who, [tensor], anchor, check, grad=grad)
-    return step(
-        Map("all_gather", call),
-        [tensor.flatten()],
-        lambda flat: arguments.fill(output_tensor, flat.view(output_tensor.shape)),
-    )
+    plan: Plan[Any] = Plan("all_gather_base", who, [input_tensor], grad=grad)
+    plan.map("all_gather", flatten_each)
+    return plan.returning(lambda received: received[0].view(shape))
 
 
-@collective
+@collective()
 def gather(
     tensor: torch.Tensor,
     dst: int | None = None,
     group: GroupLike = None,
     *,
     group_dst: int | None = None,
-    grad: Convention = "sum",
-    anchor: bool = False,
-    check: bool | None = None,
-) -> tuple[torch.Tensor, ...]:
+) -> Plan[Tensors]:
     """Give rank ``dst`` all ranks' tensors, in rank order; the others get zeros.
 
     Gradient of rank r: the cotangent that ``dst`` has for entry r.
@@ -158,9 +136,6 @@ def gather(
         dst: The destination's rank in WORLD; 0 if neither is given.
         group: As for :func:`all_reduce`.
         group_dst: The destination's rank in the group, instead of ``dst``.
-        grad: Both conventions agree here.
-        anchor: As for :func:`all_reduce`.
-        check: As for :func:`all_reduce`.
 
     Raises:
         ValueError: This rank or the destination is not in the group, both ``dst`` and ``group_dst`` are
@@ -169,23 +144,17 @@ def gather(
     Source:
         ``torch.distributed.nn.functional.gather``.
     """
-    who = members(group, grad)
+    who, shape, length = members(group), tensor.shape, tensor.numel()
     dst = 0 if dst is None and group_dst is None else dst
-    root = arguments.root_in_group(group, who, dst, group_dst, "dst")
-    tensor = arguments.check_tensor("tensor", tensor)
-    call, (tensor,) = prepare("gather", who, [tensor], anchor, check, terms=f" to {root}")
-    length = tensor.numel()
+    root = arguments.root_in_group(who, dst, group_dst, "dst")
     outgoing = tuple(length if rank == root else 0 for rank in range(who.size))
     incoming = (length if who.rank == root else 0,) * who.size
-    exchange = Map("exchange", call, 0, outgoing, incoming, separate_output=True)
-
-    def receive(*parts: torch.Tensor) -> Tensors:
-        return tuple(pad(part, length).view(tensor.shape) for part in parts)
-
-    return step(exchange, [tensor.flatten()], receive)
+    plan: Plan[Any] = Plan("gather", who, [tensor], f" to {root}")
+    plan.map("exchange", flatten_each, input_splits=outgoing, output_splits=incoming, separate_output=True)
+    return plan.returning(lambda received: tuple([pad(part, length).view(shape) for part in received]))
 
 
-@collective
+@collective()
 def scatter(
     tensors: Sequence[torch.Tensor] | None,
     src: int | None = None,
@@ -193,10 +162,7 @@ def scatter(
     *,
     group_src: int | None = None,
     like: torch.Tensor | None = None,
-    grad: Convention = "sum",
-    anchor: bool = False,
-    check: bool | None = None,
-) -> torch.Tensor:
+) -> Plan[torch.Tensor]:
     """Give each rank its tensor from the list of rank ``src``.
 
     Gradient: at the source, entry r gets rank r's cotangent; lists of other ranks get zeros.
@@ -207,9 +173,6 @@ def scatter(
         group: As for :func:`all_reduce`.
         group_src: The source's rank in the group, instead of ``src``.
         like: A tensor with the shape and dtype that this rank gets; needed where ``tensors`` is ``None``.
-        grad: Both conventions agree here.
-        anchor: As for :func:`all_reduce`.
-        check: As for :func:`all_reduce`.
 
     Raises:
         ValueError: The list does not have W entries of one shape and dtype, or is missing at the source, or
@@ -221,26 +184,31 @@ def scatter(
     Source:
         ``torch.distributed.nn.functional.scatter``, which fails on the ``None`` that it documents.
     """
-    who = members(group, grad)
+    who, count = members(group), 0 if tensors is None else len(tensors)
     src = 0 if src is None and group_src is None else src
-    root = arguments.root_in_group(group, who, src, group_src, "src")
-    like = like if like is None else arguments.check_tensor("like", like)
-    if tensors is None and (like is None or who.rank == root):
+    root = arguments.root_in_group(who, src, group_src, "src")
+    is_root = who.rank == root
+    if tensors is not None:
+        arguments.check_one_for_each("tensors", tensors, who, like=like)
+    elif like is None or is_root:
         raise ValueError(f"the source needs a list of {who.size} tensors, other ranks a list or like=")
-    given = [] if tensors is None else arguments.one_for_each("tensors", tensors, who, like=like)
-    like = given[0] if like is None else like
-    length, shape, is_root = like.numel(), like.shape, who.rank == root
-    given = given or [like.detach()]
-    call, given = prepare("scatter", who, given, anchor, check, terms=f" from {root}", shape=shape)
-    # A list of a receiver is part of the graph, too: its gradient is zeros, not None.
-    parts = [entry.flatten() if is_root else entry.flatten()[:0] for entry in given]
+    one = like if tensors is None else tensors[0]
+    assert one is not None
+    shape, length = one.shape, one.numel()
+
+    def parts(given: Tensors) -> Tensors:
+        # What a receiver gives is part of the graph, too: its gradient is zeros, not None.
+        entries = given[:count] if count else given
+        return tuple([entry.flatten() if is_root else entry.flatten()[:0] for entry in entries])
+
     outgoing = (length if is_root else 0,) * who.size
     incoming = tuple(length if rank == root else 0 for rank in range(who.size))
-    exchange = Map("exchange", call, 0, outgoing, incoming, separate_input=tensors is not None)
-    return step(exchange, parts, lambda part: pad(part, length).view(shape))
+    plan: Plan[Any] = Plan("scatter", who, [one], f" from {root}")
+    plan.map("exchange", parts, input_splits=outgoing, output_splits=incoming, separate_input=count > 0)
+    return plan.returning(lambda received: pad(received[0], length).view(shape))
 
 
-@collective
+@collective()
 def all_gather_cat(
     tensor: torch.Tensor,
     dim: int = 0,
@@ -248,9 +216,7 @@ def all_gather_cat(
     sizes: Sizes = None,
     group: GroupLike = None,
     grad: Convention = "sum",
-    anchor: bool = False,
-    check: bool | None = None,
-) -> torch.Tensor:
+) -> Plan[torch.Tensor]:
     """Give every rank all ranks' tensors, concatenated along a dimension in rank order.
 
     Gradient of rank r: its own part of the sum of all ranks' cotangents; with ``grad="replicated"`` of this
@@ -263,8 +229,6 @@ def all_gather_cat(
             they are known, ``"auto"`` to ask the other ranks.
         group: As for :func:`all_reduce`.
         grad: As for :func:`all_reduce`.
-        anchor: As for :func:`all_reduce`.
-        check: As for :func:`all_reduce`.
 
     Returns:
         A tensor whose length along ``dim`` is the sum of all ranks'.
@@ -284,39 +248,35 @@ def all_gather_cat(
     Example:
         >>> tokens = all_gather_cat(mine, dim=1, sizes="auto")  # doctest: +SKIP
     """
-    who = members(group, grad)
-    tensor = arguments.check_tensor("tensor", tensor)
-    dim = arguments.dimension(tensor.ndim, dim)
-    lengths = arguments.known_sizes("sizes", tensor.shape[dim], sizes, who)
-    terms = f", {dim}, {sizes if sizes is None else list(lengths) or sizes}"
-    uneven = None if sizes is None else dim
-    call, (tensor,) = prepare(
-        "all_gather_cat", who, [tensor], anchor, check, terms=terms, grad=grad, uneven_dim=uneven
-    )
-    rows, gather = tensor.movedim(dim, 0), Map("all_gather", call)
-    if sizes is None:
-        return step(gather, [rows], lambda whole: torch.movedim(whole, 0, dim))
-    lengths = lengths or exchange_lengths([rows.shape[0]] * who.size, tensor, call)
-    longest = max(lengths)
+    who, dim = members(group), arguments.dimension(tensor.ndim, dim)
+    title, own = "all_gather_cat", tensor.shape[dim]
+    if arguments.is_auto(sizes):
+        question: Plan[Any] = Plan(title, who, [tensor], f", {dim}, auto", grad=grad, uneven_dim=dim)
+        return question.asking("sizes", [own] * who.size)
+    lengths = arguments.known_sizes("sizes", own, sizes, who)
+    longest, is_even = max(lengths), sizes is None
+    terms, uneven = f", {dim}, {sizes if is_even else list(lengths)}", None if is_even else dim
+    plan: Plan[Any] = Plan(title, who, [tensor], terms, grad=grad, uneven_dim=uneven)
+    plan.map("all_gather", lambda given: (pad(given[0].movedim(dim, 0), longest),))
 
-    def unpad(whole: torch.Tensor) -> torch.Tensor:
-        parts = whole.view(who.size, longest, *whole.shape[1:]).unbind(0)
-        found = [part[:length] for part, length in zip(parts, lengths, strict=True)]
-        return torch.cat(found).movedim(0, dim)
+    def unpad(received: Tensors) -> torch.Tensor:
+        (whole,) = received
+        if not is_even:
+            parts = whole.view(who.size, longest, *whole.shape[1:]).unbind(0)
+            whole = concatenate([part[:length] for part, length in zip(parts, lengths, strict=True)])
+        return whole.movedim(0, dim)
 
-    return step(gather, [pad(rows, longest)], unpad)
+    return plan.returning(unpad)
 
 
-@collective
+@collective()
 def all_gather_stack(
     tensor: torch.Tensor,
     dim: int = 0,
     *,
     group: GroupLike = None,
     grad: Convention = "sum",
-    anchor: bool = False,
-    check: bool | None = None,
-) -> torch.Tensor:
+) -> Plan[torch.Tensor]:
     """Give every rank all ranks' tensors, stacked along a new dimension in rank order.
 
     Gradient of rank r: its own entry of the sum of all ranks' cotangents; with ``grad="replicated"`` of this
@@ -327,8 +287,6 @@ def all_gather_stack(
         dim: The new dimension's position in the result; its length is W.
         group: As for :func:`all_reduce`.
         grad: As for :func:`all_reduce`.
-        anchor: As for :func:`all_reduce`.
-        check: As for :func:`all_reduce`.
 
     Raises:
         IndexError: The result has no such dimension.
@@ -340,55 +298,7 @@ def all_gather_stack(
     Source:
         ``torch.stack`` of ``torch.distributed.nn.functional.all_gather``, with one copy less.
     """
-    who = members(group, grad)
-    tensor = arguments.check_tensor("tensor", tensor)
     dim = arguments.dimension(tensor.ndim + 1, dim)
-    call, (tensor,) = prepare("all_gather_stack", who, [tensor], anchor, check, terms=f", {dim}", grad=grad)
-    return step(Map("all_gather", call), [tensor.unsqueeze(0)], lambda stack: torch.movedim(stack, 0, dim))
-
-
-@collective
-def all_gather_cat_coalesced(
-    tensors: Sequence[torch.Tensor],
-    dim: int = 0,
-    *,
-    group: GroupLike = None,
-    grad: Convention = "sum",
-    anchor: bool = False,
-    check: bool | None = None,
-) -> Tensors:
-    """Concatenate each of several tensors over all ranks at once: :func:`all_gather_cat` of each.
-
-    Gradient: as for :func:`all_gather_cat`. A result that is not used counts as zeros.
-
-    Args:
-        tensors: Tensors of one dtype on one device; same shapes in the same order on all ranks.
-        dim: The dimension along which they are concatenated.
-        group: As for :func:`all_reduce`.
-        grad: As for :func:`all_reduce`.
-        anchor: As for :func:`all_reduce`.
-        check: As for :func:`all_reduce`.
-
-    Raises:
-        IndexError: A tensor has no such dimension.
-        ValueError: There are no tensors, or they have several dtypes or devices; or this rank is not in the
-            group.
-
-    Cost:
-        One all-gather of all bytes, and two copies of them.
-
-    Source:
-        ``torch.distributed._functional_collectives.all_gather_into_tensor_coalesced``.
-    """
-    who = members(group, grad)
-    tensors = arguments.one_kind("tensors", tensors)
-    dims = [arguments.dimension(tensor.ndim, dim) for tensor in tensors]
-    title, terms = "all_gather_cat_coalesced", f", {dims}"
-    call, tensors = prepare(title, who, tensors, anchor, check, terms=terms, grad=grad)
-    rows = [tensor.movedim(place, 0) for tensor, place in zip(tensors, dims, strict=True)]
-
-    def separate(whole: torch.Tensor) -> Tensors:
-        parts = pieces(whole.view(who.size, -1), [row.shape for row in rows])
-        return tuple(part.flatten(0, 1).movedim(0, place) for part, place in zip(parts, dims, strict=True))
-
-    return step(Map("all_gather", call), [join(rows)], separate)
+    plan: Plan[Any] = Plan("all_gather_stack", members(group), [tensor], f", {dim}", grad=grad)
+    plan.map("all_gather", lambda given: (given[0].unsqueeze(0),))
+    return plan.returning(lambda received: received[0].movedim(0, dim))

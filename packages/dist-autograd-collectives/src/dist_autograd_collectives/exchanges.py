@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from dist_autograd_collectives import arguments
 from dist_autograd_collectives.arguments import Sizes
-from dist_autograd_collectives.calls import Convention, Map, Tensors, members
-from dist_autograd_collectives.collective import collective, prepare, step
-from dist_autograd_collectives.linear import exchange_lengths
-from dist_autograd_collectives.parts import pad
+from dist_autograd_collectives.collective import collective
+from dist_autograd_collectives.maps import Tensors, members
+from dist_autograd_collectives.parts import concatenate, flatten_each, pad
+from dist_autograd_collectives.plans import Plan, as_given, first
 from dist_utils import GroupLike
 
 
-@collective
+@collective(fills="output_tensor_list")
 def all_to_all(
     output_tensor_list: Sequence[torch.Tensor],
     input_tensor_list: Sequence[torch.Tensor],
     group: GroupLike = None,
-    *,
-    grad: Convention = "sum",
-    anchor: bool = False,
-    check: bool | None = None,
-) -> tuple[torch.Tensor, ...]:
+) -> Plan[Tensors]:
     """Send the ``r``-th tensor of the list to rank ``r``; the shapes may all differ.
 
     Gradient: the cotangents are sent back the same way.
@@ -34,9 +31,6 @@ def all_to_all(
         output_tensor_list: W buffers with the shapes of the tensors that this rank receives; they are filled.
         input_tensor_list: W tensors.
         group: As for :func:`all_reduce`.
-        grad: Both conventions agree here.
-        anchor: As for :func:`all_reduce`.
-        check: As for :func:`all_reduce`.
 
     Returns:
         New tensors that autograd sees, with the contents of ``output_tensor_list``.
@@ -47,36 +41,35 @@ def all_to_all(
     Source:
         ``torch.distributed.nn.functional.all_to_all``.
     """
-    who = members(group, grad)
-    output_tensor_list = arguments.one_kind("output_tensor_list", output_tensor_list, who.size)
-    input_tensor_list = arguments.one_kind("input_tensor_list", input_tensor_list, who.size)
-    for entry in output_tensor_list:
-        arguments.check_buffer("output_tensor_list", entry, input_tensor_list[0])
+    who = members(group)
+    arguments.check_one_kind("output_tensor_list", output_tensor_list, who.size)
+    arguments.check_one_kind("input_tensor_list", input_tensor_list, who.size)
+    arguments.check_buffer("output_tensor_list", output_tensor_list[0], input_tensor_list[0])
     outgoing = tuple(entry.numel() for entry in input_tensor_list)
     incoming = tuple(entry.numel() for entry in output_tensor_list)
-    splits = (outgoing, incoming)
-    call, given = prepare("all_to_all", who, input_tensor_list, anchor, check, shape=(-1,), splits=splits)
+    shapes = [entry.shape for entry in output_tensor_list]
+    plan: Plan[Any] = Plan("all_to_all", who, input_tensor_list, shapes=[(-1,)], splits=(outgoing, incoming))
+    plan.map(
+        "exchange",
+        flatten_each,
+        input_splits=outgoing,
+        output_splits=incoming,
+        separate_input=True,
+        separate_output=True,
+    )
+    return plan.returning(
+        lambda received: tuple([part.view(shape) for part, shape in zip(received, shapes, strict=True)])
+    )
 
-    def fill(*received: torch.Tensor) -> Tensors:
-        pairs = zip(output_tensor_list, received, strict=True)
-        return tuple(arguments.fill(entry, part.view(entry.shape)) for entry, part in pairs)
 
-    exchange = Map("exchange", call, 0, outgoing, incoming, separate_input=True, separate_output=True)
-    return step(exchange, [entry.flatten() for entry in given], fill)
-
-
-@collective
+@collective(fills="output")
 def all_to_all_single(
     output: torch.Tensor,
     input: torch.Tensor,  # noqa: A002 - torch's name for it
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
-    *,
-    grad: Convention = "sum",
-    anchor: bool = False,
-    check: bool | None = None,
-) -> torch.Tensor:
+) -> Plan[torch.Tensor]:
     """Split a tensor along dimension 0 and send the ``r``-th part to rank ``r``.
 
     Gradient: the cotangents are sent back the same way.
@@ -87,9 +80,6 @@ def all_to_all_single(
         output_split_sizes: Lengths of the received parts; ``None``, on all ranks, for equal ones.
         input_split_sizes: Lengths of the sent parts; likewise.
         group: As for :func:`all_reduce`.
-        grad: Both conventions agree here.
-        anchor: As for :func:`all_reduce`.
-        check: As for :func:`all_reduce`.
 
     Returns:
         A new tensor that autograd sees, with the contents of ``output``.
@@ -101,23 +91,21 @@ def all_to_all_single(
     Source:
         ``torch.distributed.nn.functional.all_to_all_single``.
     """
-    who = members(group, grad)
-    tensor = arguments.check_tensor("input", input)
-    arguments.check_buffer("output", output, tensor)
-    for label, buffer in (("input", tensor), ("output", output)):
+    who = members(group)
+    arguments.check_buffer("output", output, input)
+    for label, buffer in (("input", input), ("output", output)):
         if not buffer.ndim:
             raise ValueError(f"{label} has no dimension to split")
-    if output.shape[1:] != tensor.shape[1:]:
-        raise ValueError(f"output of shape {tuple(output.shape)} does not take rows of {tuple(tensor.shape)}")
-    outgoing = arguments.split_sizes("input_split_sizes", tensor.shape[0], input_split_sizes, who)
+    if output.shape[1:] != input.shape[1:]:
+        raise ValueError(f"output of shape {tuple(output.shape)} does not take rows of {tuple(input.shape)}")
+    outgoing = arguments.split_sizes("input_split_sizes", input.shape[0], input_split_sizes, who)
     incoming = arguments.split_sizes("output_split_sizes", output.shape[0], output_split_sizes, who)
-    title, splits = "all_to_all_single", (outgoing, incoming)
-    call, tensors = prepare(title, who, [tensor], anchor, check, uneven_dim=0, splits=splits)
-    exchange = Map("exchange", call, 0, outgoing, incoming)
-    return step(exchange, tensors, lambda received: arguments.fill(output, received))
+    plan: Plan[Any] = Plan("all_to_all_single", who, [input], uneven_dim=0, splits=(outgoing, incoming))
+    plan.map("exchange", as_given, input_splits=outgoing, output_splits=incoming)
+    return plan.returning(first)
 
 
-@collective
+@collective()
 def all_to_all_dim(
     tensor: torch.Tensor,
     split_dim: int,
@@ -126,10 +114,7 @@ def all_to_all_dim(
     input_sizes: Sequence[int] | None = None,
     output_sizes: Sizes = None,
     group: GroupLike = None,
-    grad: Convention = "sum",
-    anchor: bool = False,
-    check: bool | None = None,
-) -> torch.Tensor:
+) -> Plan[torch.Tensor]:
     """Split a tensor along one dimension, send the ``r``-th part to rank ``r``, and join what arrives.
 
     Gradient: the cotangents are sent back the same way.
@@ -143,9 +128,6 @@ def all_to_all_dim(
         output_sizes: Lengths of the received parts along ``cat_dim``: ``None`` if they are as long as the
             part that this rank keeps, W numbers, or ``"auto"`` to ask.
         group: As for :func:`all_reduce`.
-        grad: Both conventions agree here.
-        anchor: As for :func:`all_reduce`.
-        check: As for :func:`all_reduce`.
 
     Raises:
         IndexError: There is no such dimension.
@@ -163,50 +145,46 @@ def all_to_all_dim(
     Example:
         >>> heads = all_to_all_dim(tokens, split_dim=2, cat_dim=1)  # doctest: +SKIP
     """
-    who = members(group, grad)
-    tensor = arguments.check_tensor("tensor", tensor)
+    who, title = members(group), "all_to_all_dim"
     split_dim, cat_dim = (arguments.dimension(tensor.ndim, dim) for dim in (split_dim, cat_dim))
     # The split dimension goes first, so that parts are contiguous in memory; the other one is at this place.
-    shape = tensor.movedim(split_dim, 0).shape
+    shape = [tensor.shape[split_dim], *tensor.shape[:split_dim], *tensor.shape[split_dim + 1 :]]
     place = 0 if cat_dim == split_dim else cat_dim + int(cat_dim < split_dim)
     lengths = arguments.split_sizes("input_sizes", shape[0], input_sizes, who)
     kept = [lengths[who.rank], *shape[1:]]
-    known = arguments.known_sizes("output_sizes", kept[place], output_sizes, who)
+    terms = f", {split_dim}, {cat_dim}{f', {list(lengths)}' if place else ''}"
+    if arguments.is_auto(output_sizes):
+        question: Plan[Any] = Plan(title, who, [tensor], f"{terms}, auto", uneven_dim=cat_dim)
+        return question.asking("output_sizes", [kept[place]] * who.size if place else lengths)
+    arriving = arguments.known_sizes("output_sizes", kept[place], output_sizes, who)
+    shapes = [[*kept[:place], length, *kept[place + 1 :]] for length in arriving]
     outgoing = tuple(length * math.prod(shape[1:]) for length in lengths)
-
-    def shapes_of_parts(received: Sequence[int]) -> list[list[int]]:
-        return [[*kept[:place], length, *kept[place + 1 :]] for length in received]
-
-    cut = f", {list(lengths)}" if place else ""
-    terms = f", {split_dim}, {cat_dim}{cut}{'' if known else ', auto'}"
-    splits = (outgoing, list(map(math.prod, shapes_of_parts(known)))) if known else None
-    call, (tensor,) = prepare(
-        "all_to_all_dim", who, [tensor], anchor, check, terms=terms, uneven_dim=cat_dim, splits=splits
+    incoming = tuple(math.prod(shape) for shape in shapes)
+    plan: Plan[Any] = Plan(title, who, [tensor], terms, uneven_dim=cat_dim, splits=(outgoing, incoming))
+    plan.map(
+        "exchange",
+        lambda given: (given[0].movedim(split_dim, 0).flatten(),),
+        input_splits=outgoing,
+        output_splits=incoming,
     )
-    received = known or exchange_lengths((kept[place],) * who.size if place else lengths, tensor, call)
-    shapes = shapes_of_parts(received)
-    incoming = tuple(map(math.prod, shapes))
 
-    def concatenate(flat: torch.Tensor) -> torch.Tensor:
+    def join(received: Tensors) -> torch.Tensor:
+        (flat,) = received
         if not place:
-            return flat.view(sum(received), *kept[1:]).movedim(0, split_dim)
+            return flat.view(sum(arriving), *kept[1:]).movedim(0, split_dim)
         parts = zip(torch.split(flat, list(incoming)), shapes, strict=True)
-        return torch.cat([part.view(shape).movedim(0, split_dim) for part, shape in parts], cat_dim)
+        return concatenate([part.view(one).movedim(0, split_dim) for part, one in parts], cat_dim)
 
-    flat = tensor.movedim(split_dim, 0).flatten()
-    return step(Map("exchange", call, 0, outgoing, incoming), [flat], concatenate)
+    return plan.returning(join)
 
 
-@collective
+@collective()
 def permute(
     tensor: torch.Tensor,
     perm: Sequence[tuple[int, int]],
     *,
     group: GroupLike = None,
-    grad: Convention = "sum",
-    anchor: bool = False,
-    check: bool | None = None,
-) -> torch.Tensor:
+) -> Plan[torch.Tensor]:
     """Send this rank's tensor to another rank and receive another's.
 
     Gradient: the cotangents are sent back. The source of a pair gets its destination's; a rank that sends
@@ -217,9 +195,6 @@ def permute(
         perm: Pairs of a source and a destination (ranks in the group), the same on all ranks. No rank may be
             a source twice or a destination twice; a rank may be neither.
         group: As for :func:`all_reduce`.
-        grad: Both conventions agree here.
-        anchor: As for :func:`all_reduce`.
-        check: As for :func:`all_reduce`.
 
     Returns:
         The tensor of this rank's source; zeros if it has none.
@@ -238,23 +213,25 @@ def permute(
         >>> ring = [(rank, (rank + 1) % size) for rank in range(size)]  # doctest: +SKIP
         >>> left_neighbors = permute(keys, ring)  # doctest: +SKIP
     """
-    who = members(group, grad)
-    tensor = arguments.check_tensor("tensor", tensor)
+    who, shape, length = members(group), tensor.shape, tensor.numel()
     pairs = _pairs(perm)
     for what, ranks in zip(("source", "destination"), zip(*pairs, strict=True), strict=False):
         if len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < who.size:
             raise ValueError(
                 f"each {what} in perm must be another rank from 0 to {who.size - 1}, got {pairs}"
             )
-    call, (tensor,) = prepare("permute", who, [tensor], anchor, check, terms=f" {pairs}")
     to, source = dict(pairs).get(who.rank), {there: here for here, there in pairs}.get(who.rank)
-    length, flat = tensor.numel(), tensor.flatten()
     outgoing = tuple(length if rank == to else 0 for rank in range(who.size))
     incoming = tuple(length if rank == source else 0 for rank in range(who.size))
-    # A rank that sends nothing takes part in backward, too.
-    part = flat if to is not None else flat[:0]
-    exchange = Map("exchange", call, 0, outgoing, incoming)
-    return step(exchange, [part], lambda received: pad(received, length).view(tensor.shape))
+
+    def part(given: Tensors) -> Tensors:
+        flat = given[0].flatten()
+        # A rank that sends nothing takes part in backward, too.
+        return (flat if to is not None else flat[:0],)
+
+    plan: Plan[Any] = Plan("permute", who, [tensor], f" {pairs}")
+    plan.map("exchange", part, input_splits=outgoing, output_splits=incoming)
+    return plan.returning(lambda received: pad(received[0], length).view(shape))
 
 
 def _pairs(perm: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -8,48 +8,47 @@ operations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from dist_autograd_collectives import backend, transforms
-from dist_autograd_collectives.arguments import check_tensor
-from dist_autograd_collectives.calls import Call, Map, Tensors, Wait
-from dist_autograd_collectives.transforms import has_tangent, outside_transforms, takes_operator
+from dist_autograd_collectives.backend import Running
+from dist_autograd_collectives.maps import Map, Tensors
+from dist_autograd_collectives.transforms import has_batch, has_tangent, is_traced
 from dist_utils.torch_compat import graph_task_id, profiler_range
 
 
-def linear(tensors: Tensors, linear_map: Map) -> Tensors:
-    """Apply a linear map, seen by autograd and by whatever transforms or traces."""
-    if takes_operator(tensors):
-        return transforms.apply(tensors, linear_map)
-    results: Tensors = _Linear.apply(linear_map, *tensors)  # type: ignore[no-untyped-call]
+def linear(tensors: Tensors, linear_map: Map, key: int, *, is_traced: bool) -> Tensors:
+    """Apply a linear map, seen by autograd and by whatever transforms or traces.
+
+    Args:
+        tensors: What the map takes.
+        linear_map: The map.
+        key: What tells its messages from those of the group's other calls.
+        is_traced: Whether something records or transforms the call.
+    """
+    # torch.compile may trace a wait for what was started outside.
+    if is_traced or torch.compiler.is_compiling() or has_batch(tensors):
+        return transforms.apply(tensors, linear_map, key)
+    results: Tensors = _Linear.apply(linear_map, key, *tensors)  # type: ignore[no-untyped-call]
     return results
 
 
-def exchange_lengths(lengths: Sequence[int], like: torch.Tensor, call: Call) -> tuple[int, ...]:
-    """Send each rank a length, and return the lengths that the ranks send to this one."""
-    exchange = Map("exchange", call._replace(title=f"{call.title} (sizes)"))
-    with outside_transforms():  # nobody differentiates or records them
-        own = torch.tensor(lengths, dtype=torch.int64, device=like.device)
-        (received,) = backend.begin((own,), exchange)()
-    return tuple(received.tolist())
-
-
-def _run(tensors: Tensors, linear_map: Map) -> Tensors:
+def _run(tensors: Tensors, linear_map: Map, key: int) -> Tensors:
     """Apply a map, unseen by autograd."""
     with profiler_range(linear_map.range_name()):
-        return backend.begin(tensors, linear_map)()
+        return backend.run(tensors, linear_map, key)
 
 
-def _save_something(ctx: Any, like: torch.Tensor) -> None:
-    """Make a checkpoint rerun the forward on every rank, though no value is needed.
+_SAVED = torch.empty(0)
+"""Saved for backward instead of a value, of which none is needed: a checkpoint reruns only what precedes the
+last saved tensor, and if ranks saved different ones, not all of them would come back to the collective."""
 
-    A checkpoint reruns only what precedes the last saved tensor; if ranks saved different tensors, not all of
-    them would reach the collective.
-    """
-    ctx.save_for_backward(like.new_empty(0))
+
+def _come_back(ctx: Any) -> None:
+    """Make the checkpoint around a collective, if there is one, rerun it now."""
+    ctx.saved_tensors  # noqa: B018 - reading them does
 
 
 def _dense(cotangents: Tensors) -> Tensors:
@@ -59,24 +58,24 @@ def _dense(cotangents: Tensors) -> Tensors:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, linear_map: Map, *tensors: torch.Tensor) -> Tensors:
-        ctx.map = linear_map
-        results = _run(tensors, linear_map)
-        _save_something(ctx, results[0])
-        return results
+    def forward(ctx: Any, linear_map: Map, key: int, *tensors: torch.Tensor) -> Tensors:
+        ctx.map, ctx.key = linear_map, key
+        ctx.save_for_backward(_SAVED)
+        return _run(tensors, linear_map, key)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
-        ctx.saved_tensors  # noqa: B018
+        _come_back(ctx)
         # Even if this rank needs no gradient, the others wait for it.
-        cotangents = _dense(cotangents)
-        is_seen = torch.is_grad_enabled() or takes_operator(cotangents) or any(map(has_tangent, cotangents))
-        apply = linear if is_seen else _run
-        return None, *apply(cotangents, ctx.map.transpose())
+        cotangents, transposed = _dense(cotangents), ctx.map.transposed
+        traced = is_traced()
+        if traced or torch.is_grad_enabled() or has_batch(cotangents) or any(map(has_tangent, cotangents)):
+            return None, None, *linear(cotangents, transposed, ctx.key, is_traced=traced)
+        return None, None, *_run(cotangents, transposed, ctx.key)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> Tensors:
-        return linear(tangents, ctx.map)
+    def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> Tensors:
+        return linear(tangents, ctx.map, ctx.key, is_traced=is_traced())
 
 
 class Flight:
@@ -87,17 +86,19 @@ class Flight:
     empty tensor is passed on, so that nobody reads data that has not arrived.
     """
 
-    def __init__(self, linear_map: Map) -> None:
-        self.map = linear_map
+    def __init__(self, linear_map: Map, key: int) -> None:
+        self.map, self.key = linear_map, key
         self.backwards: dict[int, Flight] = {}  # by the backward pass that they belong to
-        self.wait: Wait | None = None
+        self.running: list[Running] = []
+        """What runs: one, until it is waited for. Its result is not kept as long as the graph."""
         self._traced: Tensors | None = None
         """The results, if something transforms or records them: nothing is in flight then."""
 
     def launch(self, tensors: Tensors) -> torch.Tensor:
         """Start the map; return the token for :meth:`arrive`."""
-        if takes_operator(tensors):
-            self._traced = linear(tensors, self.map)
+        traced = is_traced()
+        if traced or has_batch(tensors):
+            self._traced = linear(tensors, self.map, self.key, is_traced=traced)
             return tensors[0].new_empty(0)
         token: torch.Tensor = _Launch.apply(self, *tensors)  # type: ignore[no-untyped-call]
         return token
@@ -114,14 +115,14 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: Flight, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.flight = flight
+        ctx.save_for_backward(_SAVED)
         with profiler_range(flight.map.range_name(":start")):
-            flight.wait = backend.begin(tensors, flight.map)
-        _save_something(ctx, tensors[0])
+            flight.running.append(Running(tensors, flight.map, flight.key))
         return tensors[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, token: torch.Tensor) -> Any:
-        ctx.saved_tensors  # noqa: B018
+        _come_back(ctx)
         flight: Flight = ctx.flight
         return None, *flight.backwards.pop(graph_task_id()).arrive(token)
 
@@ -131,46 +132,18 @@ class _Arrive(torch.autograd.Function):
     def forward(ctx: Any, flight: Flight, token: torch.Tensor) -> Tensors:  # noqa: ARG004 - for autograd
         ctx.flight = flight
         with profiler_range(flight.map.range_name(":wait")):
-            wait, flight.wait = flight.wait, None  # a result is not kept as long as the graph
-            if wait is None:  # in a signal's handler, say, that has interrupted the first wait
-                raise RuntimeError(f"{flight.map.call.title} is waited for by this thread already")
-            return wait()
+            try:
+                running = flight.running.pop()
+            except IndexError:
+                raise RuntimeError(
+                    f"{flight.map.title} was waited for before, and that wait has failed or has not ended"
+                ) from None
+            return running.wait()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         flight: Flight = ctx.flight
-        backward = Flight(flight.map.transpose())
+        backward = Flight(flight.map.transposed, flight.key)
         # One that a pass left behind, because it raised in between, is never waited for.
         flight.backwards[graph_task_id()] = backward
         return None, backward.launch(_dense(cotangents))
-
-
-def connect(loss: torch.Tensor, *outputs: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the loss, made to depend on outputs of collectives that it may not use.
-
-    The backward of a collective is a collective: a rank that does not use an output never takes part, and
-    the others wait for it until their timeout. A connected output gets a cotangent of zeros.
-
-    Args:
-        loss: Any tensor; its value does not change.
-        outputs: Outputs of collectives, floating-point or complex: tensors, or tuples or lists of them.
-
-    Raises:
-        TypeError: Something is not a tensor.
-
-    Source:
-        ``JoinDummies`` of mpi4torch.
-
-    Example:
-        >>> loss = connect(loss_of(mine), theirs)  # doctest: +SKIP
-    """
-    loss = check_tensor("loss", loss)
-    tensors: list[torch.Tensor] = []
-    for output in outputs:
-        tensors.extend(output if isinstance(output, (tuple, list)) else [cast("torch.Tensor", output)])
-    for given in tensors:
-        output = check_tensor("each output", given)
-        # Empty, so that no infinity and no NaN in the output gets into the loss.
-        nothing = output.flatten()[:0].sum()
-        loss = loss + (nothing.real if output.is_complex() else nothing).to(loss.dtype)
-    return loss

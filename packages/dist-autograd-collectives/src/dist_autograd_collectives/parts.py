@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 
 import torch
+
+from dist_autograd_collectives.maps import Tensors
 
 
 def pad(rows: torch.Tensor, length: int) -> torch.Tensor:
@@ -16,34 +19,58 @@ def pad(rows: torch.Tensor, length: int) -> torch.Tensor:
     return torch.nn.functional.pad(rows, [0, 0] * (rows.ndim - 1) + [0, missing]) if missing else rows
 
 
-def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def flatten_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return all elements in one flat tensor."""
-    return concatenate([tensor.flatten() for tensor in tensors])
+    return concatenate(flatten_each(tensors))
 
 
-def concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return tensors one after the other along dimension 0.
+def flatten_each(tensors: Sequence[torch.Tensor]) -> Tensors:
+    """Return each tensor's elements in a flat one."""
+    return tuple([tensor.flatten() for tensor in tensors])
+
+
+def concatenate(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Return tensors one after the other along a dimension, in their dtype, also under autocast.
 
     The result depends on each of them, even on an empty one, so that backward, which the other ranks wait
     for, comes to all of them on this rank. ``torch.cat`` leaves empty tensors of one dimension out of the
     graph, but none of two; the same holds for the backward of ``torch.split``.
     """
-    return torch.cat([tensor.unsqueeze(0) for tensor in tensors], 1).squeeze(0)
+    with _without_autocast(tensors[0].device.type):
+        return torch.cat([tensor.unsqueeze(0) for tensor in tensors], 1 + dim).squeeze(0)
 
 
-def split(joined: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that were concatenated."""
+def _without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which dtypes stay as they are: a rank that pads must not differ from others."""
+    if torch.compiler.is_compiling() or not torch.is_autocast_enabled(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+def split(joined: torch.Tensor, lengths: Sequence[int]) -> Tensors:
+    """Return the tensors that were concatenated along dimension 0."""
     return tuple(part.squeeze(0) for part in torch.split(joined.unsqueeze(0), list(lengths), 1))
 
 
-def pieces(joined: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Return tensors that were joined along the last dimension.
+def views_of_shapes(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> Tensors:
+    """Return the tensors whose elements :func:`flatten_all` has put into one.
 
     They are views that may be changed in place, unlike those of ``torch.split``.
     """
     found, start = [], 0
     for shape in shapes:
         length = math.prod(shape)
-        found.append(joined.narrow(-1, start, length).view((*joined.shape[:-1], *shape)))
+        found.append(flat.narrow(0, start, length).view(shape))
         start += length
-    return found
+    return tuple(found)
+
+
+def as_real(tensors: Tensors) -> Tensors:
+    """Return complex tensors as their real and imaginary parts, which every backend supports."""
+    # Not view_as_real, because gradients may come back with any strides.
+    return tuple(concatenate([x.real.unsqueeze(-1), x.imag.unsqueeze(-1)], x.ndim) for x in tensors)
+
+
+def as_complex(tensors: Tensors) -> Tensors:
+    """Return the complex tensors of real and imaginary parts; the reverse of :func:`as_real`."""
+    return tuple(torch.complex(x[..., 0], x[..., 1]) for x in tensors)

@@ -31,26 +31,26 @@ class Reduction(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def parse(cls, op: ReduceOperation, tensor: torch.Tensor, size: int) -> Reduction:
+    def parse(cls, op: ReduceOperation, dtype: torch.dtype, size: int) -> Reduction:
         """Return the operation that the caller named.
 
         Raises:
-            TypeError: ``op`` is not a reduce operation, or does not work on the tensor's dtype.
+            TypeError: ``op`` is not a reduce operation, or does not work on the dtype.
         """
         # An object around an operation has it as an attribute.
         kind = op if isinstance(op, (str, ReduceOp.RedOpType)) else getattr(op, "op", None)
         name = kind.upper() if isinstance(kind, str) else getattr(kind, "name", "")
         if name not in _NAMES:
             raise TypeError(f"op must be a ReduceOp or one of {', '.join(_NAMES)} as a string, got {op!r}")
-        if name in _BITWISE and _has_fractions(tensor):
-            raise TypeError(f"{name} has no meaning for {tensor.dtype}, and no gradient")
-        if name in ("MAX", "MIN") and tensor.is_complex():
-            raise TypeError(f"{name} has no meaning for {tensor.dtype}: complex numbers have no order")
-        if (name, tensor.dtype) in _IMPOSSIBLE:
-            raise TypeError(f"{name} has no meaning for {tensor.dtype}: torch cannot compute it")
-        if tensor.dtype is torch.bool:
+        if name in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
+            raise TypeError(f"{name} has no meaning for {dtype}, and no gradient")
+        if name in ("MAX", "MIN") and dtype.is_complex:
+            raise TypeError(f"{name} has no meaning for {dtype}: complex numbers have no order")
+        if (name, dtype) in _IMPOSSIBLE:
+            raise TypeError(f"{name} has no meaning for {dtype}: torch cannot compute it")
+        if dtype is torch.bool:
             name = {"SUM": "BOR", "PRODUCT": "BAND"}.get(name, name)
-        return cls(name, size, tensor.dtype)
+        return cls(name, size, dtype)
 
     @property
     def is_sum(self) -> bool:
@@ -67,7 +67,7 @@ class Reduction(NamedTuple):
 
     def result(self, total: torch.Tensor) -> torch.Tensor:
         """Return the result for the sum of the summands; a mean of integers is rounded towards zero."""
-        if self.name == "AVG" and not _has_fractions(total):
+        if self.name == "AVG" and not (total.is_floating_point() or total.is_complex()):
             return torch.div(total, self.size, rounding_mode="trunc").to(self.dtype)
         return total.to(self.dtype)
 
@@ -98,10 +98,6 @@ def _share(tensor: torch.Tensor, size: int) -> torch.Tensor:
     return tensor.to(wide_dtype(tensor.dtype)) / size
 
 
-def _has_fractions(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
 GLOO_DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int8, torch.uint8),
@@ -124,7 +120,6 @@ def sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
 
 def sum_of_two(first: torch.Tensor, second: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     """Return the sum of two tensors, unseen by autograd, in memory that may be one of theirs."""
-    first, second = first.detach(), second.detach()
     if wide_dtype(first.dtype) != first.dtype:
         return sum_of_rows(torch.stack((first, second)))
     if into.is_inference():  # inference mode may have ended since

@@ -12,7 +12,6 @@ import functools
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.autograd.forward_ad import unpack_dual
 
 # The mode in which graphs are recorded, by AOTAutograd too.
@@ -23,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 
 from dist_autograd_collectives import backend
-from dist_autograd_collectives.calls import Call, Map, Members, Tensors
+from dist_autograd_collectives.maps import Map, Tensors, members
 from dist_utils.torch_compat import private, profiler_range
 
 _PURPOSE = "collectives under torch.func"
@@ -69,14 +68,12 @@ def outside_transforms() -> contextlib.AbstractContextManager[object]:
     return stack
 
 
-def takes_operator(tensors: Tensors) -> bool:
-    """Return whether tensors must go through the operator of :func:`apply`, which everything sees.
+def has_batch(tensors: Tensors) -> bool:
+    """Return whether one is a batch of ``torch.autograd.grad(is_grads_batched=True)``.
 
-    So must a batch of ``torch.autograd.grad(is_grads_batched=True)``, which is none of ``torch.func``: torch
-    runs the operator once per gradient, seen by autograd. No public name up to torch 2.15.
+    That is none of ``torch.func``: torch runs the operator of :func:`apply` once per gradient, seen by
+    autograd. No public name up to torch 2.15.
     """
-    if is_traced():
-        return True
     is_batch = private("torch._C._functorch", "is_legacy_batchedtensor", _COMPILED)
     return any(map(is_batch, tensors))
 
@@ -87,39 +84,46 @@ def has_tangent(tensor: torch.Tensor) -> bool:
     return unpack(tensor).tangent is not None
 
 
-def apply(tensors: Tensors, linear_map: Map) -> Tensors:
+def apply(tensors: Tensors, linear_map: Map, key: int) -> Tensors:
     """Apply a linear map by the operator, which takes and returns one tensor: separate parts are joined."""
-    received = _operator(backend.join(tensors), *_arguments(linear_map))
-    return backend.separate(received, linear_map)
+    joined = backend.join_parts(tensors)
+    received = _operator(joined, *_arguments(linear_map), linear_map.who.name, key)
+    return backend.separate_parts(received, linear_map)
 
 
 def _arguments(linear_map: Map) -> tuple[Any, ...]:
     """Return a map of joined parts as the operator's arguments; its inverse is :func:`_map`."""
-    call, who = linear_map.call, linear_map.call.who  # Dynamo of torch 2.6 does not unpack named tuples
     own = linear_map.kind, linear_map.root, linear_map.order, linear_map.alone
     splits = list(linear_map.input_splits), list(linear_map.output_splits)
-    return *own, *splits, call.title, call.replicated, call.key, who.name, who.size, who.rank
+    return *own, *splits, linear_map.title, linear_map.replicated
 
 
 def _map(*arguments: Any) -> Map:
-    kind, root, order, alone, input_splits, output_splits, title, replicated, key, *members = arguments
-    call = Call(title, Members(None, *members), replicated, key)
-    return Map(kind, call, root, tuple(input_splits), tuple(output_splits), alone=alone, order=order)
+    """Return the map of joined parts with these arguments of the operator."""
+    kind, root, order, alone, input_splits, output_splits, title, replicated, name, _ = arguments
+    resolve = private("torch.distributed.distributed_c10d", "_resolve_process_group", _PURPOSE)
+    return Map(
+        kind,
+        title,
+        members(resolve(name)),
+        replicated=replicated,
+        root=root,
+        input_splits=tuple(input_splits),
+        output_splits=tuple(output_splits),
+        alone=alone,
+        order=order,
+    )
 
 
 def _transpose(*arguments: Any) -> tuple[Any, ...]:
-    return _arguments(_map(*arguments).transpose())
+    return *_arguments(_map(*arguments).transposed), *arguments[-2:]
 
 
 def _run(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Apply the map to a tensor that has values."""
     linear_map = _map(*arguments)
-    call = linear_map.call
-    resolve = private("torch.distributed.distributed_c10d", "_resolve_process_group", _PURPOSE)
-    group: dist.ProcessGroup = resolve(call.who.name)
-    linear_map = linear_map._replace(call=call._replace(who=call.who._replace(group=group)))
     with profiler_range(linear_map.range_name()):
-        return backend.begin((x,), linear_map)()[0]
+        return backend.run((x,), linear_map, arguments[-1])[0]
 
 
 def _for_compiler() -> bool:
@@ -154,7 +158,7 @@ _NAME = "dist_autograd_collectives::linear"
 _LIBRARY: Any = torch.library.Library("dist_autograd_collectives", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     "linear(Tensor x, str kind, int root, int order, bool alone, SymInt[] input_splits, "
-    "SymInt[] output_splits, str title, bool replicated, int key, str group, int size, int rank) -> Tensor"
+    "SymInt[] output_splits, str title, bool replicated, str group, int key) -> Tensor"
 )
 _operator: Any = torch.ops.dist_autograd_collectives.linear.default
 
