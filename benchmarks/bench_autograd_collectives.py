@@ -33,12 +33,12 @@ from harness import RESULTS, Benchmark, Found, Seconds, in_turns, print_times, s
 from rank_processes import on_ranks
 
 import dist_autograd_collectives as dac
-from dist_autograd_collectives import backend
+from dist_autograd_collectives import backend, messages
 from dist_utils.testing import run_ranks
 
-SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "64 MiB": 64 << 20}
+SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "64 MiB": 64 << 20}
 # Multiples of the default number of repeats.
-SHARES = {"1 KiB": 20, "1 MiB": 5, "64 MiB": 1}
+SHARES = {"1 KiB": 20, "1 MiB": 5, "4 MiB": 3, "64 MiB": 1}
 
 TWIN = "pytorch, again"
 """The same code as the side that ratios are relative to: what differs between the two is noise."""
@@ -132,7 +132,7 @@ def compare_messages(rank: int, numel: int, repeats: int) -> dict[str, list[floa
         "reduce_scatter": lambda: dac.reduce_scatter_dim(x),
         "all_to_all": lambda: dac.all_to_all_dim(x, 0, 0),
     }
-    ways = {"pytorch": backend.native, "messages": backend.by_messages, "ours": backend.choose}
+    ways = {"pytorch": backend.native, "messages": messages.begin, "ours": backend.choose}
 
     def choose(label: str) -> None:
         backend.choose = ways[label.rpartition(" / ")[2]]

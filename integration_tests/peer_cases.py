@@ -302,12 +302,15 @@ def _exchange(group: dist.ProcessGroup) -> None:
         work.wait()
 
 
-NOT_COMPARED = r"comparison of check=True failed on rank \d of 3 in the group of all_reduce\(SUM\)"
+def _compared(group: dist.ProcessGroup) -> None:
+    with dac.compare_calls():
+        dac.all_reduce(X, group=group)
+
+
+NOT_COMPARED = r"comparison of calls failed on rank \d of 3 in the group of all_reduce\(SUM\)"
 NO_TERMS = f"a step: {NOT_THERE}"
 CALLS = {
-    "a collective with check=True": Case(
-        _calls(dac.all_reduce, X, check=True), dac.CollectiveError, NOT_COMPARED, NOT_COMPARED
-    ),
+    "a collective that is compared": Case(_calls(_compared), dac.CollectiveError, NOT_COMPARED, NOT_COMPARED),
     "OrderedWorker": Case(_in_worker, text_at_first=NOT_THERE, starts_anew=True),
     "require_same_terms": Case(_calls(_agree), AgreementError, NO_TERMS, NO_TERMS),
     "start_messages": Case(_calls(_exchange)),

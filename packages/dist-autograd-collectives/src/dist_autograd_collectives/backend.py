@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from types import TracebackType
+from typing import NoReturn
 
 import torch
 
@@ -62,8 +62,10 @@ def run(tensors: Tensors, linear_map: Map, key: int) -> Tensors:
     Raises:
         CollectiveError: It failed; the error names the function and this rank.
     """
-    with _NamedErrors(linear_map):
+    try:
         received = _begin(tensors, linear_map, key)()
+    except RuntimeError as error:
+        _raise_named(error, linear_map)
     if linear_map.who.abandoned:
         _wait_for_abandoned(linear_map.who)
     return received
@@ -74,15 +76,20 @@ class Running:
 
     def __init__(self, tensors: Tensors, linear_map: Map, key: int) -> None:
         self._map = linear_map
-        with _NamedErrors(linear_map):
-            self._wait: Wait | None = _begin(tensors, linear_map, key)
+        self._wait: Wait | None = None
+        try:
+            self._wait = _begin(tensors, linear_map, key)
+        except RuntimeError as error:
+            _raise_named(error, linear_map)
 
     def wait(self) -> Tensors:
         """Wait; return what this rank received. May be called once."""
         wait, self._wait = self._wait, None
         assert wait is not None
-        with _NamedErrors(self._map):
+        try:
             received = wait()
+        except RuntimeError as error:
+            _raise_named(error, self._map)
         _wait_for_abandoned(self._map.who)
         return received
 
@@ -92,9 +99,8 @@ class Running:
         A checkpoint that has run forward again as far as it must, for example, has started what it does not
         wait for. Gloo's connections would end with it.
         """
-        wait = getattr(self, "_wait", None)  # not there if the start failed
-        if wait is not None:
-            self._map.who.abandoned.append(wait)
+        if self._wait is not None:
+            self._map.who.abandoned.append(self._wait)
 
 
 def _wait_for_abandoned(who: Members) -> None:
@@ -103,30 +109,20 @@ def _wait_for_abandoned(who: Members) -> None:
             who.abandoned.pop()()
 
 
-class _NamedErrors:
-    """A context in which errors name the function of a map, and this rank."""
-
-    __slots__ = ("_map",)
-
-    def __init__(self, linear_map: Map) -> None:
-        self._map = linear_map
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
-            return
-        what, hint, who = self._map.title, _HINT, self._map.who
-        if self._map.order:
-            what, hint = f"the backward of {what}", _HINT_IN_BACKWARD
-        raise CollectiveError(
-            f"{what} failed on rank {who.rank} of {who.size} in its group: {error} - {hint}"
-        ) from error
+def _raise_named(error: RuntimeError, linear_map: Map) -> NoReturn:
+    """Raise an error that names the function of a map, and this rank."""
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error
+    what, hint, who = linear_map.title, _HINT, linear_map.who
+    if linear_map.order:
+        what, hint = f"the backward of {what}", _HINT_IN_BACKWARD
+    raise CollectiveError(
+        f"{what} failed on rank {who.rank} of {who.size} in its group: {error} - {hint}"
+    ) from error
 
 
 def _begin(tensors: Tensors, linear_map: Map, key: int) -> Wait:
-    inputs = tuple(tensor.contiguous().resolve_neg() for tensor in tensors)
+    inputs = tuple([tensor.contiguous().resolve_neg() for tensor in tensors])
     if linear_map.needs_others:
         return choose(inputs, linear_map, key)
     results = local_result(inputs, linear_map)

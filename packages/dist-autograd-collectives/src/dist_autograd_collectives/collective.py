@@ -14,9 +14,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from dist_autograd_collectives import arguments, backend
 from dist_autograd_collectives.comparison import compare, compares, tell
 from dist_autograd_collectives.linear import Flight, linear
-from dist_autograd_collectives.maps import Tensors, members
+from dist_autograd_collectives.maps import remembered_members
 from dist_autograd_collectives.plans import Call, Plan
 from dist_autograd_collectives.transforms import function_transforms_active, is_recorded, outside_transforms
+from dist_utils import resolve_group
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,7 +53,7 @@ def collective(*, fills: str = "") -> Callable[[Callable[P, Plan[T]]], Callable[
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> T:
             made = make_call(*args, **kwargs)
-            return _complete(made, made.tensors, made.key())
+            return _run(made, made.key())
 
         run.make_call = make_call  # type: ignore[attr-defined]
         result = str(planner.signature.return_annotation).removeprefix("Plan[").removesuffix("]")
@@ -107,30 +108,31 @@ class _Planner(Generic[T]):
         # Symbolic shapes, in a graph that is recorded, have no hash.
         plan = self.function(*args, **kwargs) if recorded else self._plan(args, kwargs, given)
         if plan.question is not None:
-            asked = Call(plan, tuple(inputs), (), is_recorded=recorded, is_traced=traced)
+            asked = Call(plan, tuple(inputs), (), recorded, traced)
             return self.call(args, {**kwargs, plan.question.argument: _ask(asked, plan.question.lengths)})
-        return Call(plan, tuple(inputs), tuple(buffers), is_recorded=recorded, is_traced=traced)
+        return Call(plan, tuple(inputs), tuple(buffers), recorded, traced)
 
     def _plan(self, args: Sequence[Any], kwargs: dict[str, Any], given: dict[str, Any]) -> Plan[T]:
         """Return the plan of an earlier call, or make it."""
-        who, key = members(self.group_of(args, kwargs)), None
+        plans = remembered_members(resolve_group(self.group_of(args, kwargs))).plans
         try:
-            key = (
-                self.function,
-                *[(name, _form(value)) for name, value in given.items()],
-                *[_exact(value) for place, value in enumerate(args) if place not in self._without_key],
-                *[(name, _exact(kwargs[name])) for name in kwargs if name not in self._names_without_key],
-            )
-            if (found := who.plans.get(key)) is not None:
-                plan: Plan[T] = found
-                return plan
+            found = [self.function, *given, *map(_form, given.values())]
+            for place, value in enumerate(args):
+                if place not in self._without_key:
+                    found.append(_exact(value))
+            for name, value in kwargs.items():
+                if name not in self._names_without_key:
+                    found.append((name, _exact(value)))
+            key = tuple(found)
+            plan: Plan[T] | None = plans.get(key)
         except TypeError:  # an argument has no hash
-            key = None
-        plan = self.function(**{**self.signature.bind(*args, **kwargs).arguments, **given})
-        if key is not None:
-            if len(who.plans) >= _MOST_PLANS:
-                who.plans.clear()
-            who.plans[key] = plan
+            key, plan = (), None
+        if plan is None:
+            plan = self.function(**{**self.signature.bind(*args, **kwargs).arguments, **given})
+            if len(plans) >= _MOST_PLANS:
+                plans.clear()
+            if key:
+                plans[key] = plan
         return plan
 
 
@@ -150,11 +152,12 @@ def _exact(value: Any) -> tuple[Any, ...]:
     return type(value), value
 
 
-def _complete(call: Call[T], tensors: Tensors, key: int, done: int = 0) -> T:
-    """Run the steps of a call, of which some are done, on what the last of these has received."""
-    for prepare, linear_map in call.plan.steps[done:]:
-        tensors = linear(prepare(tensors), linear_map, key, is_traced=call.is_traced)
-    return call.result(tensors)
+def _run(call: Call[T], key: int) -> T:
+    """Run the steps of a call."""
+    received = call.tensors
+    for prepare, linear_map in call.plan.steps:
+        received = linear(prepare(received), linear_map, key, is_traced=call.is_traced)
+    return call.result(received)
 
 
 def _ask(call: Call[Any], lengths: Sequence[int]) -> tuple[int, ...]:
@@ -176,7 +179,7 @@ class Handle(Generic[T]):
         self._with_gradients = torch.is_grad_enabled()
         self._loses_gradients = not self._with_gradients and any(x.requires_grad for x in call.tensors)
         if call.is_traced:
-            self._result.append(_complete(call, call.tensors, self._key))
+            self._result.append(_run(call, self._key))
             return
         self._lock = threading.RLock()
         prepare, linear_map = call.plan.steps[0]
@@ -216,7 +219,10 @@ class Handle(Generic[T]):
             torch.set_grad_enabled(self._with_gradients),
             saved_tensors_hooks(_same, _same),
         ):
-            return _complete(self._call, self._flight.arrive(self._token), self._key, done=1)
+            received = self._flight.arrive(self._token)
+            for prepare, linear_map in self._call.plan.steps[1:]:
+                received = linear(prepare(received), linear_map, self._key, is_traced=False)
+            return self._call.result(received)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

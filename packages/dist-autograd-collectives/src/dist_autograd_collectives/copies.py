@@ -11,7 +11,7 @@ from dist_autograd_collectives import arguments
 from dist_autograd_collectives.arguments import Sizes
 from dist_autograd_collectives.collective import collective
 from dist_autograd_collectives.maps import Convention, Tensors, members
-from dist_autograd_collectives.parts import concatenate, flatten_each, pad
+from dist_autograd_collectives.parts import as_rows, concatenate, of_shape, pad
 from dist_autograd_collectives.plans import Plan, as_given, first
 from dist_utils import GroupLike
 
@@ -78,8 +78,8 @@ def all_gather(
     """
     shape = tensor.shape
     plan: Plan[Any] = Plan("all_gather", members(group), [tensor], grad=grad)
-    plan.map("all_gather", flatten_each, separate_output=True)
-    return plan.returning(lambda received: tuple([part.view(shape) for part in received]))
+    plan.map("all_gather", as_rows, separate_output=True)
+    return plan.returning(lambda received: tuple([of_shape(part, shape) for part in received]))
 
 
 @collective(fills="output_tensor")
@@ -115,8 +115,8 @@ def all_gather_base(
             f"{input_tensor.numel()} each"
         )
     plan: Plan[Any] = Plan("all_gather_base", who, [input_tensor], grad=grad)
-    plan.map("all_gather", flatten_each)
-    return plan.returning(lambda received: received[0].view(shape))
+    plan.map("all_gather", as_rows)
+    return plan.returning(lambda received: of_shape(received[0], shape))
 
 
 @collective()
@@ -144,14 +144,15 @@ def gather(
     Source:
         ``torch.distributed.nn.functional.gather``.
     """
-    who, shape, length = members(group), tensor.shape, tensor.numel()
+    who, shape = members(group), tensor.shape
+    rows = shape[0] if shape else 1
     dst = 0 if dst is None and group_dst is None else dst
     root = arguments.root_in_group(who, dst, group_dst, "dst")
-    outgoing = tuple(length if rank == root else 0 for rank in range(who.size))
-    incoming = (length if who.rank == root else 0,) * who.size
+    outgoing = tuple(rows if rank == root else 0 for rank in range(who.size))
+    incoming = (rows if who.rank == root else 0,) * who.size
     plan: Plan[Any] = Plan("gather", who, [tensor], f" to {root}")
-    plan.map("exchange", flatten_each, input_splits=outgoing, output_splits=incoming, separate_output=True)
-    return plan.returning(lambda received: tuple([pad(part, length).view(shape) for part in received]))
+    plan.map("exchange", as_rows, input_splits=outgoing, output_splits=incoming, separate_output=True)
+    return plan.returning(lambda received: tuple([of_shape(pad(part, rows), shape) for part in received]))
 
 
 @collective()
@@ -194,18 +195,19 @@ def scatter(
         raise ValueError(f"the source needs a list of {who.size} tensors, other ranks a list or like=")
     one = like if tensors is None else tensors[0]
     assert one is not None
-    shape, length = one.shape, one.numel()
+    shape = one.shape
+    rows = shape[0] if shape else 1
 
     def parts(given: Tensors) -> Tensors:
         # What a receiver gives is part of the graph, too: its gradient is zeros, not None.
-        entries = given[:count] if count else given
-        return tuple([entry.flatten() if is_root else entry.flatten()[:0] for entry in entries])
+        entries = as_rows(given[:count] if count else given)
+        return entries if is_root else tuple([entry[:0] for entry in entries])
 
-    outgoing = (length if is_root else 0,) * who.size
-    incoming = tuple(length if rank == root else 0 for rank in range(who.size))
+    outgoing = (rows if is_root else 0,) * who.size
+    incoming = tuple(rows if rank == root else 0 for rank in range(who.size))
     plan: Plan[Any] = Plan("scatter", who, [one], f" from {root}")
     plan.map("exchange", parts, input_splits=outgoing, output_splits=incoming, separate_input=count > 0)
-    return plan.returning(lambda received: pad(received[0], length).view(shape))
+    return plan.returning(lambda received: of_shape(pad(received[0], rows), shape))
 
 
 @collective()

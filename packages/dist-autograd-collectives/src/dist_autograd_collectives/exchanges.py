@@ -12,7 +12,7 @@ from dist_autograd_collectives import arguments
 from dist_autograd_collectives.arguments import Sizes
 from dist_autograd_collectives.collective import collective
 from dist_autograd_collectives.maps import Tensors, members
-from dist_autograd_collectives.parts import concatenate, flatten_each, pad
+from dist_autograd_collectives.parts import as_rows, concatenate, flatten_each, of_shape, pad
 from dist_autograd_collectives.plans import Plan, as_given, first
 from dist_utils import GroupLike
 
@@ -58,7 +58,7 @@ def all_to_all(
         separate_output=True,
     )
     return plan.returning(
-        lambda received: tuple([part.view(shape) for part, shape in zip(received, shapes, strict=True)])
+        lambda received: tuple([of_shape(part, shape) for part, shape in zip(received, shapes, strict=True)])
     )
 
 
@@ -213,25 +213,25 @@ def permute(
         >>> ring = [(rank, (rank + 1) % size) for rank in range(size)]  # doctest: +SKIP
         >>> left_neighbors = permute(keys, ring)  # doctest: +SKIP
     """
-    who, shape, length = members(group), tensor.shape, tensor.numel()
-    pairs = _pairs(perm)
+    who, shape, pairs = members(group), tensor.shape, _pairs(perm)
+    rows = shape[0] if shape else 1
     for what, ranks in zip(("source", "destination"), zip(*pairs, strict=True), strict=False):
         if len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < who.size:
             raise ValueError(
                 f"each {what} in perm must be another rank from 0 to {who.size - 1}, got {pairs}"
             )
     to, source = dict(pairs).get(who.rank), {there: here for here, there in pairs}.get(who.rank)
-    outgoing = tuple(length if rank == to else 0 for rank in range(who.size))
-    incoming = tuple(length if rank == source else 0 for rank in range(who.size))
+    outgoing = tuple(rows if rank == to else 0 for rank in range(who.size))
+    incoming = tuple(rows if rank == source else 0 for rank in range(who.size))
 
     def part(given: Tensors) -> Tensors:
-        flat = given[0].flatten()
+        (whole,) = as_rows(given)
         # A rank that sends nothing takes part in backward, too.
-        return (flat if to is not None else flat[:0],)
+        return (whole if to is not None else whole[:0],)
 
     plan: Plan[Any] = Plan("permute", who, [tensor], f" {pairs}")
     plan.map("exchange", part, input_splits=outgoing, output_splits=incoming)
-    return plan.returning(lambda received: pad(received[0], length).view(shape))
+    return plan.returning(lambda received: of_shape(pad(received[0], rows), shape))
 
 
 def _pairs(perm: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

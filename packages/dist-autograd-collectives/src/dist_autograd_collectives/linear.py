@@ -15,7 +15,7 @@ import torch
 from dist_autograd_collectives import backend, transforms
 from dist_autograd_collectives.backend import Running
 from dist_autograd_collectives.maps import Map, Tensors
-from dist_autograd_collectives.transforms import has_batch, has_tangent, is_traced
+from dist_autograd_collectives.transforms import has_batch, in_forward_mode, is_traced
 from dist_utils.torch_compat import graph_task_id, profiler_range
 
 
@@ -28,7 +28,7 @@ def linear(tensors: Tensors, linear_map: Map, key: int, *, is_traced: bool) -> T
         key: What tells its messages from those of the group's other calls.
         is_traced: Whether something records or transforms the call.
     """
-    # torch.compile may trace a wait for what was started outside.
+    # torch.compile may trace this part of a wait for what was started outside.
     if is_traced or torch.compiler.is_compiling() or has_batch(tensors):
         return transforms.apply(tensors, linear_map, key)
     results: Tensors = _Linear.apply(linear_map, key, *tensors)  # type: ignore[no-untyped-call]
@@ -37,7 +37,7 @@ def linear(tensors: Tensors, linear_map: Map, key: int, *, is_traced: bool) -> T
 
 def _run(tensors: Tensors, linear_map: Map, key: int) -> Tensors:
     """Apply a map, unseen by autograd."""
-    with profiler_range(linear_map.range_name()):
+    with profiler_range(linear_map.range_name):
         return backend.run(tensors, linear_map, key)
 
 
@@ -53,7 +53,7 @@ def _come_back(ctx: Any) -> None:
 
 def _dense(cotangents: Tensors) -> Tensors:
     """Return the cotangents, sparse ones as dense tensors."""
-    return tuple(x if x.layout is torch.strided else x.to_dense() for x in cotangents)
+    return tuple([x if x.layout is torch.strided else x.to_dense() for x in cotangents])
 
 
 class _Linear(torch.autograd.Function):
@@ -69,7 +69,7 @@ class _Linear(torch.autograd.Function):
         # Even if this rank needs no gradient, the others wait for it.
         cotangents, transposed = _dense(cotangents), ctx.map.transposed
         traced = is_traced()
-        if traced or torch.is_grad_enabled() or has_batch(cotangents) or any(map(has_tangent, cotangents)):
+        if traced or torch.is_grad_enabled() or in_forward_mode() or has_batch(cotangents):
             return None, None, *linear(cotangents, transposed, ctx.key, is_traced=traced)
         return None, None, *_run(cotangents, transposed, ctx.key)
 
@@ -116,7 +116,7 @@ class _Launch(torch.autograd.Function):
     def forward(ctx: Any, flight: Flight, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.flight = flight
         ctx.save_for_backward(_SAVED)
-        with profiler_range(flight.map.range_name(":start")):
+        with profiler_range(flight.map.range_name + ":start"):
             flight.running.append(Running(tensors, flight.map, flight.key))
         return tensors[0].new_empty(0)
 
@@ -131,7 +131,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: Flight, token: torch.Tensor) -> Tensors:  # noqa: ARG004 - for autograd
         ctx.flight = flight
-        with profiler_range(flight.map.range_name(":wait")):
+        with profiler_range(flight.map.range_name + ":wait"):
             try:
                 running = flight.running.pop()
             except IndexError:

@@ -74,9 +74,14 @@ def members(group: GroupLike) -> Members:
     resolved = resolve_group(group)
     if torch.compiler.is_compiling():  # which knows groups by their names
         return Members(resolved, None)
-    found = _members.get(resolved)
+    return remembered_members(resolved)
+
+
+def remembered_members(group: dist.ProcessGroup) -> Members:
+    """Return what this rank remembers of a group."""
+    found = _members.get(group)
     if found is None:
-        found = _members[resolved] = Members(resolved, weakref.ref(resolved))
+        found = _members[group] = Members(group, weakref.ref(group))
         found.on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(dist.get_world_size())
     return found
 
@@ -201,10 +206,7 @@ class Map:
             return tensors
         return tensors[0].split_with_sizes(self.splits(tensors[0].shape[0])[0])
 
-    def range_name(self, stage: str = "") -> str:
-        """Return the name that a profiler shows: the public function, and how often it was transposed.
-
-        Args:
-            stage: A suffix for one part of it, if it is started early and waited for late.
-        """
-        return f"dist_autograd_collectives::{self.title}{':backward' * self.order}{stage}"
+    @functools.cached_property
+    def range_name(self) -> str:
+        """The name that a profiler shows: the public function, and how often it was transposed."""
+        return f"dist_autograd_collectives::{self.title}{':backward' * self.order}"

@@ -19,6 +19,16 @@ def pad(rows: torch.Tensor, length: int) -> torch.Tensor:
     return torch.nn.functional.pad(rows, [0, 0] * (rows.ndim - 1) + [0, missing]) if missing else rows
 
 
+def as_rows(tensors: Sequence[torch.Tensor]) -> Tensors:
+    """Return the tensors, those without dimensions as a row: what is sent has rows, along dimension 0."""
+    return tuple([tensor if tensor.ndim else tensor.view(1) for tensor in tensors])
+
+
+def of_shape(received: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor in another shape; a view is made, with its place in the graph, only if it differs."""
+    return received if received.shape == shape else received.view(shape)
+
+
 def flatten_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return all elements in one flat tensor."""
     return concatenate(flatten_each(tensors))

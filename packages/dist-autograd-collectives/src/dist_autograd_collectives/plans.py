@@ -143,7 +143,7 @@ class Call(Generic[T]):
     """
 
     def __init__(
-        self, plan: Plan[T], tensors: Tensors, buffers: Tensors, *, is_recorded: bool, is_traced: bool
+        self, plan: Plan[T], tensors: Tensors, buffers: Tensors, is_recorded: bool, is_traced: bool
     ) -> None:
         self.plan, self.tensors, self.buffers = plan, tensors, buffers
         self.is_recorded, self.is_traced = is_recorded, is_traced

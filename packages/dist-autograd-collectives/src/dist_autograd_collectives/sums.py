@@ -11,7 +11,15 @@ from torch.distributed import ReduceOp
 from dist_autograd_collectives import arguments
 from dist_autograd_collectives.collective import collective
 from dist_autograd_collectives.maps import Convention, Tensors, members
-from dist_autograd_collectives.parts import concatenate, flatten_all, flatten_each, pad, views_of_shapes
+from dist_autograd_collectives.parts import (
+    as_rows,
+    concatenate,
+    flatten_all,
+    flatten_each,
+    of_shape,
+    pad,
+    views_of_shapes,
+)
 from dist_autograd_collectives.plans import Compute, Plan, as_given, first
 from dist_autograd_collectives.reductions import ReduceOperation, Reduction
 from dist_utils import GroupLike
@@ -66,7 +74,7 @@ def all_reduce(
     who, shape = members(group), tensor.shape
     reduction = Reduction.parse(op, tensor.dtype, who.size)
     plan: Plan[Any] = Plan(f"all_reduce({reduction.name})", who, [tensor], grad=grad)
-    return _reduce_for_all(plan, reduction, tensor.numel(), first, lambda total: total.view(shape))
+    return _reduce_for_all(plan, reduction, tensor.numel(), first, lambda total: of_shape(total, shape))
 
 
 @collective()
@@ -149,11 +157,12 @@ def reduce_scatter(
         ``torch.distributed.nn.functional.reduce_scatter``, whose gradient ignores ``op``.
     """
     who, shape = members(group), output.shape
+    rows = shape[0] if shape else 1
     arguments.check_one_for_each("input_list", input_list, who, like=output)
     reduction = Reduction.parse(op, output.dtype, who.size)
     plan: Plan[Any] = Plan(f"reduce_scatter({reduction.name})", who, input_list)
-    reduce_parts = _reduce_for_each(plan, reduction, flatten_each, output.numel(), separate=True)
-    return plan.returning(lambda received: reduce_parts(received).view(shape))
+    reduce_parts = _reduce_for_each(plan, reduction, as_rows, rows, separate=True)
+    return plan.returning(lambda received: of_shape(reduce_parts(received), shape))
 
 
 @collective()

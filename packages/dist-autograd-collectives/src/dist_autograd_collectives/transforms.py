@@ -12,7 +12,6 @@ import functools
 from typing import Any, cast
 
 import torch
-from torch.autograd.forward_ad import unpack_dual
 
 # The mode in which graphs are recorded, by AOTAutograd too.
 from torch.fx.experimental.proxy_tensor import (
@@ -78,10 +77,10 @@ def has_batch(tensors: Tensors) -> bool:
     return any(map(is_batch, tensors))
 
 
-def has_tangent(tensor: torch.Tensor) -> bool:
-    """Return whether forward mode follows a tensor, outside of ``torch.func``."""
-    unpack: Any = unpack_dual  # torch gives it no types
-    return unpack(tensor).tangent is not None
+def in_forward_mode() -> bool:
+    """Return whether tensors may have tangents outside of ``torch.func``. No public name up to torch 2.15."""
+    level: int = private("torch.autograd.forward_ad", "_current_level", "forward mode")
+    return level >= 0
 
 
 def apply(tensors: Tensors, linear_map: Map, key: int) -> Tensors:
@@ -122,7 +121,7 @@ def _transpose(*arguments: Any) -> tuple[Any, ...]:
 def _run(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Apply the map to a tensor that has values."""
     linear_map = _map(*arguments)
-    with profiler_range(linear_map.range_name()):
+    with profiler_range(linear_map.range_name):
         return backend.run((x,), linear_map, arguments[-1])[0]
 
 
