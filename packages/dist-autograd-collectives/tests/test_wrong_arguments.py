@@ -20,6 +20,8 @@ REFUSED = [
     (ValueError, "group_dst 3 is out of range for a group of 3 ranks", lambda: dac.gather(X, group_dst=3)),
     (ValueError, "grad must be 'sum' or 'replicated', got 'mean'", lambda: dac.all_reduce(X, grad="mean")),
     (TypeError, "op must be a ReduceOp", lambda: dac.all_reduce(X, dist.ReduceOp.PREMUL_SUM)),
+    (TypeError, "multiple values for argument 'tensor'", lambda: dac.all_reduce(X, tensor=X)),
+    (TypeError, "op must be a ReduceOp", lambda: dac.all_reduce(X, ["sum"])),
     (TypeError, "unexpected keyword argument", lambda: dac.reduce_scatter_dim(X, grad="sum")),
     (TypeError, "a tensor, got NoneType", lambda: dac.all_reduce(None)),
     (TypeError, "must be a list or tuple of tensors", lambda: dac.reduce_scatter(X, X)),
@@ -51,6 +53,7 @@ REFUSED = [
 
 
 def _refused(rank):
+    dac.all_reduce(X)  # has a plan
     for kind, text, call in REFUSED:
         with pytest.raises(kind, match=text):
             call()

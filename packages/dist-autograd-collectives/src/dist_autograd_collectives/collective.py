@@ -121,8 +121,8 @@ class _Planner(Generic[T]):
                 if place not in self._without_key:
                     found.append(_exact(value))
             for name, value in kwargs.items():
-                if name not in self._names_without_key:
-                    found.append((name, _exact(value)))
+                # The name alone tells an argument that is given twice, which no function takes.
+                found.append(name if name in self._names_without_key else (name, _exact(value)))
             key = tuple(found)
             plan: Plan[T] | None = plans.get(key)
         except TypeError:  # an argument has no hash
