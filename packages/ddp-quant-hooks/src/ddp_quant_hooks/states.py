@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-import ddp_quant_hooks
 from ddp_quant_hooks.averaging import Average, FewBits, is_captured
 from ddp_quant_hooks.exchange.placement import link_inside_host
 from ddp_quant_hooks.feedback.state import FeedbackState
@@ -239,8 +238,7 @@ class QuantizedAllreduceState(AveragingState):
 
     def terms(self) -> dict[str, object]:
         """Return what must be equal on all ranks, by name."""
-        version = {"version of ddp-quant-hooks": ddp_quant_hooks.__version__, "wire format": WIRE_VERSION}
-        return {**super().terms(), **vars(self.options), **version}
+        return {**super().terms(), **vars(self.options), "wire format and plans": WIRE_VERSION}
 
     def refuse_capture(self, buffer: torch.Tensor) -> None:
         """Raise if a bucket is captured in a CUDA graph, which would repeat one step's decisions forever.
