@@ -31,6 +31,7 @@ class WorkerThread:
 
     def __init__(self, group: dist.ProcessGroup, name: str, failure: FirstError) -> None:
         self._name = name
+        self._address = f"{group.group_name}//cpu//0/{group.rank()}"
         self._failure = failure
         # An event for who waits for the jobs before it; None for the end.
         self._jobs: queue.SimpleQueue[Job[Any] | threading.Event | None] = queue.SimpleQueue()
@@ -89,6 +90,7 @@ class WorkerThread:
             if (job := self._jobs.get()) is not None:
                 self._handle(job)
         self._destroy_group()
+        self._forget_address()
 
     def _handle(self, job: Job[Any] | threading.Event) -> None:
         if isinstance(job, threading.Event):
@@ -108,6 +110,11 @@ class WorkerThread:
             # The main thread may be destroying every group just now, in any of torch's registries.
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(group)
+
+    def _forget_address(self) -> None:
+        """Delete from the store where Gloo's peers have found this rank, which Gloo itself leaves there."""
+        with contextlib.suppress(Exception), store_connection() as store:  # the store may be gone already
+            store.delete_key(self._address)
 
 
 def new_private_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
