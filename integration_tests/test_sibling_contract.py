@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dist_utils import OrderedWorker
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -50,6 +52,27 @@ def used_names(source: str) -> Iterator[tuple[int, str]]:
             root, _, rest = ast.unparse(node).partition(".")
             if root in full_names:
                 yield node.lineno, f"{full_names[root]}.{rest}"
+
+
+def private_overrides(kind: type, own: str) -> list[str]:
+    """Return the private methods of siblings' classes that a package's class overrides."""
+    return [
+        f"{kind.__qualname__}.{name} overrides one of {base.__qualname__}, which is private"
+        for base in kind.__mro__[1:]
+        if base.__module__.partition(".")[0] in IMPORTS.keys() - {own}
+        for name in vars(kind).keys() & vars(base).keys()
+        if name.startswith("_") and not name.endswith("__") and callable(vars(base)[name])
+    ]
+
+
+def classes_of(own: str) -> Iterator[type]:
+    source = ROOT / "packages" / IMPORTS[own] / "src"
+    for path in sorted((source / own).rglob("*.py")):
+        if path.stem != "__main__":
+            module = ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+            for one in vars(importlib.import_module(module)).values():
+                if isinstance(one, type) and one.__module__ == module:
+                    yield one
 
 
 def _is_module(name: str) -> bool:
@@ -105,6 +128,29 @@ def test_a_package_imports_only_what_its_siblings_promise(package):
 def test_other_imports_are_found(source, problem):
     first = (broken_promises(source, "ddp_quant_hooks") or [""])[0]
     assert first == problem
+
+
+@pytest.mark.parametrize("package", PROJECTS)
+def test_a_class_overrides_no_private_method_of_a_siblings_class(package):
+    own = package.replace("-", "_")
+    assert [wrong for one in classes_of(own) for wrong in private_overrides(one, own)] == []
+
+
+def test_an_override_of_a_private_method_is_found():
+    class Mine(OrderedWorker):
+        def _enqueue(self, queued):
+            pass
+
+    class Derived(Mine):
+        def submit(self, job):
+            pass
+
+        def _start_thread(self, name):
+            pass
+
+    for kind, name in ((Mine, "Mine._enqueue"), (Derived, "Derived._start_thread")):
+        (wrong,) = private_overrides(kind, "ddp_quant_hooks")
+        assert name in wrong
 
 
 @pytest.mark.parametrize("package", PROJECTS)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,11 +41,11 @@ class _State(HookState):
 
 
 def _hook(state: _State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    state.bucket_came()
     buffer = bucket.buffer()
     try:
-        state.require_same_bucket("hook", bucket)
-    except RuntimeError as error:
+        state.begin_bucket("hook", bucket)
+    except Exception as error:  # noqa: BLE001 - as the example of HookState
+        state.fail(error)
         return failed_future(error, buffer)
 
     def job(group):
@@ -209,6 +210,90 @@ def _destroyed(rank, port):
 def test_a_state_of_a_destroyed_group_says_so():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert run_ranks(_destroyed, 2, server.port, backend=None) == [2.0, 2.0]
+
+
+def _kept(rank, port, close):
+    """Make a group, use it and destroy it, several times, and keep the bound states."""
+    store, kept, seen = dist.TCPStore("127.0.0.1", port, is_master=False), [], []
+    for cycle in range(4):
+        own = dist.PrefixStore(f"{close} {cycle}", store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=2)
+        ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
+        kept.append(_State().bind(ddp))
+        ddp.register_comm_hook(kept[-1], _hook)
+        ddp(torch.ones(1, 3)).sum().backward()
+        dist.barrier()
+        if close:
+            kept[-1].close()
+        del ddp
+        gc.collect()
+        time.sleep(0.2)  # torch 2.6 can deadlock if its threads are still busy (torch_compat)
+        dist.destroy_process_group()
+        del own
+        gc.collect()
+        time.sleep(0.5)
+        seen.append([len([*Path("/proc/self", kind).iterdir()]) for kind in ("task", "fd")])
+    return seen
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads and descriptors in /proc")
+@pytest.mark.parametrize("close", [True, False])
+def test_a_state_that_is_kept_keeps_no_destroyed_group(close):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for first, *later in run_ranks(_kept, 2, server.port, close, backend=None):
+        assert later == [first] * 3
+
+
+class _Counting(_State):
+    told = 0
+
+    def terms(self):
+        self.told += 1
+        return super().terms()
+
+
+def _terms(rank):
+    """Terms are asked for once, and again when the state is closed or bound to another model."""
+    state, asked = _Counting(), []
+    for _ in range(2):
+        ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
+        ddp.register_comm_hook(state.bind(ddp), _hook)
+        for _ in range(3):
+            ddp(torch.ones(1, 3)).sum().backward()
+        asked.append(state.told)
+    state.bits = 8 - rank
+    ddp(torch.ones(1, 3)).sum().backward()
+    state.close()
+    with pytest.raises(RuntimeError, match="bits is 8 on rank 0, 7 on rank 1") as caught:
+        ddp(torch.ones(1, 3)).sum().backward()
+    del ddp, caught
+    ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
+    state.bind(ddp)
+    return asked, _text(state.require_same_call, "call", {}, ())
+
+
+def test_terms_are_compared_once_and_again_after_close_and_bind():
+    for asked, text in run_ranks(_terms, 2):
+        assert asked == [1, 2]
+        assert "bits is 8 on rank 0" in text, "a state with an error keeps it when it is bound"
+
+
+def _fails_in_its_hook(rank):
+    """One rank's hook fails between two buckets' jobs: its peer waits for it in a job."""
+    state = _State()
+    assert state.worker.submit(_sum).wait() == 2.0
+    if rank == 0:
+        return _text(state.worker.submit(_sum).wait)
+    time.sleep(1.0)  # Gloo may miss a connection that closes just as a wait on it starts
+    state.fail(KeyError("of the hook"))
+    state.wait()
+    return type(state.worker.error).__name__
+
+
+@pytest.mark.skipif(not GROUPS_END_WITHOUT_GIL, reason="torch 2.6 cannot end a group before its process")
+def test_an_error_of_a_hook_ends_the_jobs_of_its_peers():
+    _, kind = run_ranks(_fails_in_its_hook, 2)
+    assert kind == "KeyError"
 
 
 class _Net(torch.nn.Module):

@@ -4,6 +4,7 @@ Where no ``group_timeout`` is given, ranks that wait for a peer until the group'
 ``run_ranks``: they must hear of its error from it. Peers that die or hang: integration_tests/test_peers.py.
 """
 
+import contextlib
 import dataclasses
 import gc
 import random
@@ -15,6 +16,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_utils import AgreementError, OrderedWorker
+from dist_utils.process_groups import jobs, ordered_worker
 from dist_utils.testing import patience, run_ranks
 from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL, default_store
 
@@ -81,6 +84,68 @@ def _many_jobs(rank):
 def test_jobs_run_in_order_beside_the_callers_own_collectives():
     expected = [3.0 * (3 * index + 3) for index in range(60)], list(range(60))
     assert run_ranks(_many_jobs, 3) == [expected] * 3
+
+
+def _as_on_an_accelerator():
+    """Let workers take CPU tensors for those of an accelerator, whose jobs run in the caller's thread."""
+    stream = mock.patch.object(jobs.SideStreams, "behind_caller", lambda _, device: jobs.JobStream(device))
+    enqueues = mock.patch.object(ordered_worker, "runs_on_host", return_value=False)
+    return stream, enqueues
+
+
+def _two_threads(rank):
+    """Two threads submit jobs of several parts where jobs run in the callers' threads."""
+    parts = []
+
+    def job(_):
+        for part in range(5):
+            parts.append((threading.get_ident(), part))
+            time.sleep(0.002)
+
+    stream, enqueues = _as_on_an_accelerator()
+    with stream, enqueues, OrderedWorker() as worker:
+        threads = [
+            threading.Thread(target=lambda: [worker.submit(job).wait() for _ in range(10)]) for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return parts
+
+
+def test_jobs_of_two_threads_on_an_accelerator_run_whole():
+    (parts,) = run_ranks(_two_threads, 1)
+    assert len(parts) == 100
+    for begin in range(0, len(parts), 5):
+        whole = parts[begin : begin + 5]
+        assert whole == [(whole[0][0], part) for part in range(5)]
+
+
+def _submit_in_jobs(rank):
+    """A job submits to its own worker, on the thread or in the caller's; a callback of its future may."""
+    found = []
+    for patches in ((), _as_on_an_accelerator()):
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            worker, other = OrderedWorker(), OrderedWorker()
+            waits = worker.submit(lambda _, worker=worker: worker.submit(_sum).wait())
+            found.append((_error_of(waits), type(worker.error).__name__))
+            worker.close()
+            inside = other.submit(lambda _, other=other: OrderedWorker().submit(lambda _: 3.0).wait())
+            after = inside.then(lambda done, other=other: other.submit(lambda _: done.value() + 1))
+            found.append(after.wait().wait())
+            other.close()
+    return found
+
+
+def test_a_job_that_submits_to_its_own_worker_is_an_error_and_not_a_wait_for_ever():
+    (found,) = run_ranks(_submit_in_jobs, 1)
+    for error, kind in found[::2]:
+        assert "a job of OrderedWorker submits another one, which would wait for it" in error
+        assert kind == "RuntimeError"
+    assert found[1::2] == [4.0, 4.0]
 
 
 def _ends(rank):
@@ -440,6 +505,48 @@ def _settings(rank):
 def test_a_job_has_the_settings_of_its_callers_thread():
     for seen, callers in run_ranks(_settings, 1)[0]:
         assert seen == callers
+
+
+def _products(rank, threads):
+    """Matrix products in a thread other than the main one, before and after a job was submitted there."""
+    torch.manual_seed(0)
+    wide, tall = torch.randn(37, 5011), torch.randn(5011, 41)
+    torch.set_num_threads(threads)
+    found = []
+
+    def loop():
+        found.append(wide @ tall)
+        with OrderedWorker() as worker:
+            worker.submit(_sum).wait()
+            found.append(wide @ tall)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    thread.join()
+    return found
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_submitting_a_job_leaves_the_bits_of_the_callers_products(threads, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")  # else other threads than the main one may agree by chance
+    for before, after in run_ranks(_products, 2, threads):
+        assert torch.equal(before, after)
+
+
+def _keys_of_workers(rank):
+    store = default_store()
+    dist.barrier()
+    before = store.num_keys()
+    dist.barrier()
+    for _ in range(5):
+        with OrderedWorker() as worker:
+            worker.submit(_sum).wait()
+    dist.barrier()
+    return store.num_keys() - before
+
+
+def test_workers_that_have_ended_leave_nothing_in_the_store():
+    assert run_ranks(_keys_of_workers, 2) == [0, 0]
 
 
 def _waits(rank):
