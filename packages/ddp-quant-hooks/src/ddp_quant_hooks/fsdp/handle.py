@@ -92,7 +92,7 @@ class Handle(Replacement):
                 f"the state has residuals of shards {state.coordinates}, but this rank has {places}"
             )
 
-    def _agree(self, problem: ValueError | None) -> None:
+    def _agree(self, problem: Exception | None) -> None:
         """Compare modules, and where ranks must hold the same shards these, in the state's group."""
         terms = {
             f"module {module.name!r}": (module.shapes, module.places if self._same_shards else [])

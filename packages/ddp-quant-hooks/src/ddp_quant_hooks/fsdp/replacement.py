@@ -17,9 +17,8 @@ class Replacement(ABC):
         model: The model.
 
     Raises:
-        TypeError: The model is not a module.
-        ValueError: This rank cannot replace it. The other ranks get an ``AgreementError``, which all ranks
-            get if their modules differ.
+        TypeError, ValueError: This rank cannot replace it. The other ranks get an ``AgreementError``, which
+            all ranks get if their modules differ.
         MissingTorchFeatureError: This torch cannot replace it.
     """
 
@@ -33,30 +32,28 @@ class Replacement(ABC):
     """What the model's modules lack without it, for messages."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"{self._function}: model must be a module, got {type(model).__name__}")
         self._model = model
         self._modules: list[ShardedModule] = []
         self._replaced: list[tuple[ShardedModule, Any, Any]] = []
         self._found_no_later_module = False
-        problem = None
+        problem: Exception | None = None
         try:
             self._modules = sharded_modules(model, self._function, self._method)
             self._refuse()
-        except ValueError as error:  # the other ranks must hear of it
-            problem = ValueError(f"{self._function}: {error}")
+        except (TypeError, ValueError) as error:  # the other ranks must hear of it
+            problem = type(error)(f"{self._function}: {error}")
         self._agree(problem)
 
     @abstractmethod
     def _refuse(self) -> None:
-        """Raise a ``ValueError`` if this rank cannot replace the collective of one of the modules."""
+        """Raise a ``TypeError`` or a ``ValueError`` if this rank cannot replace the modules' collective."""
 
     @abstractmethod
-    def _agree(self, problem: ValueError | None) -> None:
+    def _agree(self, problem: Exception | None) -> None:
         """Compare the modules with other ranks.
 
         Raises:
-            ValueError: ``problem``, if there is one.
+            TypeError, ValueError: ``problem``, if there is one.
             AgreementError: The modules differ, or another rank has a problem.
         """
 

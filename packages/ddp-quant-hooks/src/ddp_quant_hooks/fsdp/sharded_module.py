@@ -34,10 +34,14 @@ class ShardedModule(NamedTuple):
         return hasattr(self.group.mesh_info, "replicate_process_group")
 
     @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold its shards; ``None`` where it is only replicated."""
+        return getattr(self.group.mesh_info, "shard_process_group", None)
+
+    @property
     def shard_ranks(self) -> list[int]:
         """The global ranks that hold its shards; none where it is only replicated."""
-        group = getattr(self.group.mesh_info, "shard_process_group", None)
-        return [] if group is None else dist.get_process_group_ranks(group)
+        return [] if self.shard_group is None else dist.get_process_group_ranks(self.shard_group)
 
     @property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -92,11 +96,14 @@ def sharded_modules(model: torch.nn.Module, name: str, method: str) -> list[Shar
     Names are those without the wrappers of ``torch.compile`` and of checkpoints.
 
     Raises:
+        TypeError: The model is not a module.
         MissingTorchFeatureError: This torch's FSDP has no such method.
         ValueError: There is none; or one has several groups of parameters, each with a mesh of its own.
     """
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - takes a second, and few programs need it
 
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
     private(FSDPModule, method, name)
     found: dict[int, ShardedModule] = {}
     for path, module in model.named_modules():

@@ -1,0 +1,273 @@
+"""Gather FSDP's parameters in few bits."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import warnings
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from ddp_quant_hooks.exchange.placement import link_inside_host
+from ddp_quant_hooks.fsdp.gather_statistics import GatherCounter, GatherStatistics
+from ddp_quant_hooks.fsdp.module_gather import GatherOptions, ModuleGather, TrainingForward
+from ddp_quant_hooks.fsdp.replacement import Replacement
+from ddp_quant_hooks.fsdp.sharded_module import ShardedModule
+from ddp_quant_hooks.kernels.layout import WIRE_VERSION
+from dist_utils import OrderedWorker, resolve_group
+from dist_utils.process_groups import runs_on_host
+from dist_utils.torch_compat import private
+
+_log = logging.getLogger(__name__)
+
+_COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+
+_LEAST_BYTES = 1 << 17
+
+
+def quantize_all_gather(
+    model: torch.nn.Module,
+    *,
+    bits: Literal[8] = 8,
+    block_size: int | None = None,
+    rotate: bool = True,
+    exact_1d: bool = True,
+    min_bytes: int | None = None,
+    intra_node: Literal["auto", "quantized", "flat"] = "auto",
+    keep_for_backward: bool = False,
+) -> GatherHandle:
+    """Gather FSDP's parameters with 8 bits a value.
+
+    Every module that ``fully_shard`` was applied to gathers its parameters in few bits, before its forward
+    and its backward pass (``FSDPModule.set_custom_all_gather``). Each rank rounds its shard, and all ranks
+    restore all shards from the same messages, their own, too: the gathered weights are bitwise equal on all
+    ranks, and in the forward and the backward pass. Shards, and with them optimizers and checkpoints, stay
+    exact. (This is ZeRO++'s quantized weights, qwZ.)
+
+    Exact are: parameters of one dimension (biases, norms), those of fp64, modules with parameters of several
+    dtypes, modules below ``min_bytes``, and what ``reshard_after_forward=<a number of ranks>`` gathers in the
+    backward pass, which are the rounded values of the forward pass (ZeRO++'s hpZ). With a single rank FSDP
+    gathers nothing.
+
+    Args:
+        model: An FSDP module, or a module that contains some, after ``fully_shard`` has been applied to all
+            of them, on meshes with shards; for HSDP and with tensor parallelism, too.
+        bits: Bits of a value on the wire: 8. Not 4: they cost loss in every fine-tuning run that was
+            measured, and training adapts to the rounded weights, so that the exact ones in the checkpoint can
+            be worse than those that were trained with.
+        block_size: Values that share a scale: a power of two from 32 to 1024. ``None``: 128. No block has
+            values of two parameters.
+        rotate: As for :class:`QuantizedAllreduceState`.
+        exact_1d: Gather parameters of one dimension as they are.
+        min_bytes: Modules whose gathered parameters are smaller are gathered in full precision. ``None``:
+            128 KiB.
+        intra_node: ``"auto"`` or ``"quantized"``: among hosts with several ranks each message enters a host
+            once, and is then handed on inside; ``"flat"``: every rank sends to every other one.
+        keep_for_backward: Keep what was received in the forward pass for the backward pass, which then
+            gathers nothing: a byte a value of the whole model on every rank, from the forward to the backward
+            pass of each module. Modules that stay gathered, or are resharded to a number of ranks, are not
+            kept.
+
+    Returns:
+        A handle, with ``statistics``, and to end it with ``remove()``.
+
+    Raises:
+        TypeError, ValueError: The model is not a module, or has no FSDP module; a module is not sharded, has
+            several groups of parameters, an all-gather that is not torch's default, or parameters with an
+            ``fsdp_pre_all_gather`` of their own; or an option is of another type or value. The other ranks
+            get an AgreementError.
+        AgreementError: The ranks that share shards have different models or options.
+        RuntimeError: This torch has no ``FSDPModule.set_custom_all_gather`` (2.8 and older). A forward pass
+            raises it if ``fully_shard`` was applied to more modules afterwards, and any pass if a peer fails.
+
+    Cost:
+        Collective, over the store. A gather sends 1.03 bytes a value instead of two or four, among as many
+        ranks as FSDP's own, with the same process group and on the same stream. While it runs it needs memory
+        for as many bytes as the module has values. Encoding and decoding take about a nanosecond a value on
+        one core, and little on a GPU.
+
+    Example:
+        >>> fully_shard(model, reshard_after_forward=ranks_per_host)  # doctest: +SKIP
+        >>> quantize_all_gather(model)  # doctest: +SKIP
+        >>> quantize_reduce_scatter(model, QuantizedAllreduceState())  # doctest: +SKIP
+    """
+    return GatherHandle(
+        model,
+        bits=bits,
+        block_size=block_size,
+        rotate=rotate,
+        exact_1d=exact_1d,
+        min_bytes=min_bytes,
+        intra_node=intra_node,
+        keep_for_backward=keep_for_backward,
+    )
+
+
+class GatherHandle(Replacement):
+    """The changes that :func:`quantize_all_gather` made to a model."""
+
+    _function, _method, _record = "quantize_all_gather", "set_custom_all_gather", "_all_gather_comm"
+    _purpose = "parameters"
+
+    def __init__(self, model: torch.nn.Module, **options: Any) -> None:
+        self._given = options
+        self._hosts: dict[dist.ProcessGroup, list[int]] = {}
+        self._counter = GatherCounter()
+        super().__init__(model)
+        keeps = self._options.keep_for_backward
+        self._in_training = TrainingForward(self._modules if keeps else [])
+        self._gathers = {module: self._gather_of(module) for module in self._modules}
+        self._warn_if_nothing_is_quantized()
+        self._replace()
+
+    @property
+    def statistics(self) -> GatherStatistics:
+        """What was gathered so far."""
+        return self._counter.statistics
+
+    def remove(self) -> None:
+        """Restore what FSDP did before. A second call does nothing."""
+        super().remove()
+        self._in_training.stop()
+        for gather in self._gathers.values():
+            gather.drop_kept()
+
+    @cached_property
+    def _options(self) -> GatherOptions:
+        """The options; raises for one that cannot be."""
+        return _check_options(**self._given)
+
+    def _refuse(self) -> None:
+        """Raise unless all modules can be gathered, with these options."""
+        self._options  # noqa: B018 - raises for one that cannot be
+        default = private(_COLLECTIVES, "DefaultAllGather", self._function)
+        for module in self._modules:
+            name, present = repr(module.name), module.collective(self._record)
+            if module.shard_group is None:
+                raise ValueError(f"module {name} is not sharded, so FSDP does not gather it")
+            if isinstance(present, ModuleGather):
+                raise ValueError(f"module {name} is gathered in few bits: remove() the other handle")  # noqa: TRY004
+            if type(present) is not default:
+                raise ValueError(f"module {name} has an all-gather of its own, a {type(present).__name__}")
+            for kept in module.group.fsdp_params:
+                shard = kept.sharded_param.to_local()
+                if hasattr(shard, "fsdp_pre_all_gather"):
+                    raise ValueError(
+                        f"module {name} has parameters of class {type(shard).__name__}, which decides itself "
+                        "what is gathered (fsdp_pre_all_gather)"
+                    )
+
+    def _agree(self, problem: Exception | None) -> None:
+        """Compare modules and options in every group that shares shards, and learn the ranks' hosts there."""
+        groups = dict.fromkeys(module.shard_group for module in self._modules if module.shard_group)
+        for group in groups or [resolve_group(None)]:
+            try:
+                self._hosts[group] = self._agree_in(group, problem)
+            except Exception as error:  # noqa: BLE001, PERF203 - the other groups must hear of it
+                problem = problem or error
+        if problem is not None:
+            raise problem
+
+    def _agree_in(self, group: dist.ProcessGroup, problem: Exception | None) -> list[int]:
+        """Return for each rank of a group the number of its host, if all gather the same modules alike."""
+        modules = [module for module in self._modules if module.shard_group is group]
+
+        def terms() -> dict[str, object]:
+            if problem is not None:
+                raise problem
+            shapes = {f"module {module.name!r}": module.shapes for module in modules}
+            return {**self._options._asdict(), "wire format": WIRE_VERSION, **shapes}
+
+        def link() -> str:
+            device = modules[0].group.device
+            return link_inside_host(device, on_host=runs_on_host(group, device))
+
+        agreement = OrderedWorker(group, name=self._function, terms=terms, note=link)
+        hosts, links = agreement.hosts(), agreement.notes()
+        if group.rank() == 0:
+            _log.info(
+                "%s: %s", self._function, _describe(hosts, links, flat=self._options.intra_node == "flat")
+            )
+        return hosts
+
+    def _gather_of(self, module: ShardedModule) -> ModuleGather:
+        assert module.shard_group is not None, "such modules are refused"
+        return ModuleGather(
+            module,
+            self._options,
+            self._hosts[module.shard_group],
+            self._counter,
+            self._require_no_later_module,
+            self._in_training,
+        )
+
+    def _substitute(self, module: ShardedModule) -> ModuleGather:
+        return self._gathers[module]
+
+    def _warn_if_nothing_is_quantized(self) -> None:
+        reasons = {gather.name: gather.why_always_plain() for gather in self._gathers.values()}
+        if all(reasons.values()):
+            warnings.warn(f"{self._function} gathers all modules in full precision: {reasons}", stacklevel=4)
+
+
+def _check_options(
+    *,
+    bits: Any,
+    block_size: Any,
+    rotate: Any,
+    exact_1d: Any,
+    min_bytes: Any,
+    intra_node: Any,
+    keep_for_backward: Any,
+) -> GatherOptions:
+    """Return the options after checking their types and values.
+
+    Raises:
+        TypeError: An option is of another type.
+        ValueError: An option has an unknown value.
+    """
+    if bits == 4:
+        raise ValueError(
+            "bits=4 is not for weights: it cost loss in every fine-tuning run that was measured, and the "
+            "exact weights of a checkpoint can be worse than the rounded ones that were trained with"
+        )
+    if bits != 8:
+        raise ValueError(f"bits must be 8, got {bits!r}")
+    for name, value in {
+        "rotate": rotate,
+        "exact_1d": exact_1d,
+        "keep_for_backward": keep_for_backward,
+    }.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+    least = _LEAST_BYTES if min_bytes is None else min_bytes
+    if isinstance(least, bool) or not hasattr(least, "__index__"):
+        raise TypeError(f"min_bytes must be an integer, got {min_bytes!r}")
+    if intra_node == "full":
+        raise ValueError("intra_node='full' would send the same weights in more bytes: use 'auto'")
+    if intra_node not in ("auto", "quantized", "flat"):
+        raise ValueError(f"intra_node must be 'auto', 'quantized' or 'flat', got {intra_node!r}")
+    options = GatherOptions(
+        128 if block_size is None else block_size,
+        rotate,
+        exact_1d,
+        operator.index(least),
+        intra_node,
+        keep_for_backward,
+    )
+    options.layout  # noqa: B018 - raises if there is no such block
+    return options
+
+
+def _describe(hosts: list[int], links: list[str], *, flat: bool) -> str:
+    """Say how the ranks of a group gather, for the log."""
+    several = len(set(hosts))
+    where = f"{len(hosts)} ranks on {several} hosts gather parameters in 8 bits"
+    if several == 1 and set(links) == {"NVLink"}:
+        return f"{where}; NVLink joins them all: FSDP's own gathers are likely as fast"
+    if flat or several in (1, len(hosts)):
+        return f"{where}, each from all others"
+    return f"{where}; each message enters a host once"

@@ -1,0 +1,190 @@
+"""How a module's shards are gathered: what a shard is on the wire, and which way messages take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate, chain
+
+import torch
+
+from ddp_quant_hooks import kernels
+from ddp_quant_hooks.exchange.spans import Span
+from ddp_quant_hooks.kernels import Layout
+
+_ALIGNMENT = 16
+"""Messages begin at multiples of so many bytes, where GPUs read and write most at a time."""
+
+_MOST_PLANS = 1 << 12
+
+
+@dataclass(frozen=True)
+class ShardFormat:
+    """What the shard of a module is on the wire: a message of its few bits, then its exact values.
+
+    Exact values are in both parts. That keeps a rank's values in one piece, which a kernel takes as it is.
+
+    Attributes:
+        layout: Of values in few bits.
+        runs: How many values there are in each run of neighboring parameters whose blocks begin anew.
+        exact: Where the exact values are in the shard.
+        value_bytes: The size of an exact value.
+    """
+
+    layout: Layout
+    runs: tuple[int, ...]
+    exact: tuple[Span, ...]
+    value_bytes: int
+
+    @cached_property
+    def run_bytes(self) -> tuple[int, ...]:
+        """The size of the few bits of each run."""
+        return tuple(map(self.layout.message_bytes, self.runs))
+
+    @cached_property
+    def exact_bytes(self) -> Span:
+        """Where the exact values are in a message."""
+        start = sum(self.run_bytes)
+        return Span(start, start + self.value_bytes * sum(map(len, self.exact)))
+
+    @cached_property
+    def message_bytes(self) -> int:
+        """The size of a message."""
+        return -(-self.exact_bytes.stop // _ALIGNMENT) * _ALIGNMENT
+
+    def encode(self, shard: torch.Tensor, message: torch.Tensor) -> None:
+        """Write the message of a shard."""
+        *runs, _ = torch.split(message, [*self.run_bytes, self.message_bytes - sum(self.run_bytes)])
+        kernels.encode_shards(shard, runs, self.runs, self.layout)
+        exact = message[self.exact_bytes.start : self.exact_bytes.stop].view(shard.dtype)
+        for span, part in zip(self.exact, torch.split(exact, [*map(len, self.exact)]), strict=False):
+            part.copy_(shard[span.start : span.stop])
+
+    def decode(self, messages: torch.Tensor, order: tuple[int, ...], shards: torch.Tensor) -> None:
+        """Restore the shards of all ranks.
+
+        Args:
+            messages: One after another.
+            order: The ranks in the order of their messages.
+            shards: The output, in the order of ranks.
+        """
+        ranks, pieces = len(order), [*self.run_bytes, self.message_bytes - sum(self.run_bytes)]
+        parts = torch.split(messages, pieces * ranks)
+        rows = _inverse(order)
+        runs = [[part] for row in rows for part in parts[row * len(pieces) : (row + 1) * len(pieces) - 1]]
+        kernels.decode_shards(runs, self.runs * ranks, self.layout, shards)
+        if not self.exact:
+            return
+        exact = messages.view(ranks, -1)[:, self.exact_bytes.start : self.exact_bytes.stop]
+        if rows != tuple(range(ranks)):
+            exact = exact.index_select(0, _on_device(rows, messages.device))
+        values, of_ranks = exact.view(shards.dtype), shards.view(ranks, -1)
+        for span, part in zip(self.exact, torch.split(values, [*map(len, self.exact)], 1), strict=True):
+            of_ranks[:, span.start : span.stop].copy_(part)
+
+
+@lru_cache(maxsize=_MOST_PLANS)
+def shard_format(parameters: tuple[tuple[int, bool], ...], layout: Layout, value_bytes: int) -> ShardFormat:
+    """Return the format of the shard of a module.
+
+    Args:
+        parameters: How many values of each parameter the shard has, and whether they are sent as they are.
+        layout: Of values in few bits.
+        value_bytes: The size of a value.
+    """
+    runs: list[int] = []
+    exact: list[Span] = []
+    start = 0
+    for length, is_exact in parameters:
+        if runs and runs[-1] % layout.block_size == 0:  # no block crosses from one parameter into the next
+            runs[-1] += length
+        elif length:
+            runs.append(length)
+        if is_exact and exact and exact[-1].stop == start:
+            exact[-1] = Span(exact[-1].start, start + length)
+        elif is_exact:
+            exact.append(Span(start, start + length))
+        start += length
+    return ShardFormat(layout, tuple(runs), tuple(exact), value_bytes)
+
+
+@dataclass(frozen=True)
+class Route:
+    """How the messages of all ranks get to one of them, so that each enters every host once.
+
+    A rank sends its message to the others of its host and to one rank of every other host, which hands it on
+    to the others there.
+
+    Attributes:
+        order: The ranks in the order in which their messages are in memory: those that a rank of the host
+            hands on are next to each other.
+        receives: The ranks whose messages come from themselves.
+        sends: The ranks that get this one's message from it.
+        hands_on: Where the messages are in memory, by their number, that this rank hands on.
+        handed_on: The other ranks of the host, and where the messages go in memory that they hand on.
+    """
+
+    order: tuple[int, ...]
+    receives: tuple[int, ...]
+    sends: tuple[int, ...]
+    hands_on: Span
+    handed_on: tuple[tuple[int, Span], ...]
+
+    def message(self, memory: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the part of memory for a rank's message."""
+        return memory.view(len(self.order), -1)[self.order.index(rank)]
+
+    @property
+    def messages_sent(self) -> int:
+        """How many messages this rank sends, its own and others'."""
+        return len(self.sends) + len(self.hands_on) * len(self.handed_on)
+
+
+@lru_cache(maxsize=_MOST_PLANS)
+def plan_route(hosts: tuple[int, ...], rank: int) -> Route:
+    """Return the route of a rank's messages.
+
+    Args:
+        hosts: For each rank of the group, the number of its host.
+        rank: Which one.
+    """
+    ranks_of: dict[int, list[int]] = {}
+    for peer, host in enumerate(hosts):
+        ranks_of.setdefault(host, []).append(peer)
+
+    def receiver(sender: int, host: int) -> int:
+        there = ranks_of[host]
+        return there[ranks_of[hosts[sender]].index(sender) % len(there)]
+
+    here, elsewhere = ranks_of[hosts[rank]], [host for host in ranks_of if host != hosts[rank]]
+    brought: dict[int, list[int]] = {peer: [] for peer in here}
+    for sender, host in enumerate(hosts):
+        if host != hosts[rank]:
+            brought[receiver(sender, hosts[rank])].append(sender)
+    others = [peer for peer in here if peer != rank]
+    order = [*here, *chain(*brought.values())] if others else [*range(len(hosts))]
+    bounds = accumulate(map(len, brought.values()), initial=len(here))
+    spans = {
+        peer: Span(start, start + len(brought[peer])) for peer, start in zip(brought, bounds, strict=False)
+    }
+    return Route(
+        tuple(order),
+        (*others, *brought[rank]),
+        (*others, *(receiver(rank, host) for host in elsewhere)),
+        spans[rank] if others else Span(0, 0),
+        tuple((peer, spans[peer]) for peer in others),
+    )
+
+
+@lru_cache(maxsize=_MOST_PLANS)
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the row of each rank's message."""
+    rows = dict(zip(order, range(len(order)), strict=True))
+    return tuple(rows[rank] for rank in range(len(order)))
+
+
+@lru_cache(maxsize=64)
+def _on_device(rows: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return numbers as a tensor, without the time to send them to a device again."""
+    with torch.inference_mode(False):
+        return torch.tensor(rows, device=device)

@@ -1,0 +1,76 @@
+"""What gathers of parameters have sent so far."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+
+
+@dataclass(frozen=True)
+class GatherStatistics:
+    """What FSDP's gathers of a model's parameters have done so far, on this rank.
+
+    The difference of two is what was done in between.
+
+    Attributes:
+        quantized_gathers: Gathers of a module in few bits.
+        plain_gathers: Those in full precision. The log says once for each module why.
+        reused_gathers: Those that were served by the messages of the forward pass (``keep_for_backward``),
+            and sent nothing.
+        bytes_sent: Payload that this rank sent.
+        bytes_between_hosts: Those of them that went to ranks on other hosts. What a host's link carries is
+            the sum over its ranks.
+        bytes_of_all_gather: What this rank sends if all these gathers are in a ring and in full precision, as
+            FSDP's own.
+
+    Example:
+        >>> before = handle.statistics  # doctest: +SKIP
+        >>> train()  # doctest: +SKIP
+        >>> (handle.statistics - before).bytes_ratio  # doctest: +SKIP
+    """
+
+    quantized_gathers: int = 0
+    plain_gathers: int = 0
+    reused_gathers: int = 0
+    bytes_sent: int = 0
+    bytes_between_hosts: int = 0
+    bytes_of_all_gather: int = 0
+
+    @property
+    def bytes_saved(self) -> int:
+        """The bytes saved compared with FSDP's own gathers."""
+        return self.bytes_of_all_gather - self.bytes_sent
+
+    @property
+    def bytes_ratio(self) -> float | None:
+        """What was sent, as a share of what FSDP itself sends; ``None`` if that is nothing."""
+        return self.bytes_sent / self.bytes_of_all_gather if self.bytes_of_all_gather else None
+
+    def as_dict(self) -> dict[str, int | float]:
+        """Return attributes and properties by name, as plain numbers, without those that are ``None``."""
+        values = {**asdict(self), "bytes_saved": self.bytes_saved, "bytes_ratio": self.bytes_ratio}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def plus(self, **more: int) -> GatherStatistics:
+        """Return these with more of some."""
+        return replace(self, **{name: getattr(self, name) + count for name, count in more.items()})
+
+    def __sub__(self, earlier: GatherStatistics) -> GatherStatistics:
+        """Return what was done since ``earlier``."""
+        if not isinstance(earlier, GatherStatistics):
+            return NotImplemented
+        return self.plus(**{one.name: -getattr(earlier, one.name) for one in fields(earlier)})
+
+
+class GatherCounter:
+    """Counts gathers.
+
+    Attributes:
+        statistics: What was counted so far.
+    """
+
+    def __init__(self) -> None:
+        self.statistics = GatherStatistics()
+
+    def add(self, **more: int) -> None:
+        """Count more of some attributes of the statistics."""
+        self.statistics = self.statistics.plus(**more)

@@ -1,0 +1,337 @@
+"""The gather of one module: shards become messages, these go round, and all ranks restore all shards."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ddp_quant_hooks.fsdp.gather_plan import ShardFormat, plan_route, shard_format
+from ddp_quant_hooks.fsdp.gather_statistics import GatherCounter
+from ddp_quant_hooks.fsdp.sharded_module import ShardedModule
+from ddp_quant_hooks.kernels import VALUE_DTYPES, Layout
+from ddp_quant_hooks.statistics import bytes_around_ring
+from ddp_quant_hooks.tensors.calls import outside_graphs
+from dist_utils import start_messages
+from dist_utils.process_groups import Arrival, record_use, runs_on_host
+from dist_utils.torch_compat import all_gather_single, inside_backward, profiler_range
+
+_log = logging.getLogger(__name__)
+
+_FROM_THE_OWNER, _HANDED_ON = (zlib.crc32(f"quantize_all_gather {step}".encode()) for step in (1, 2))
+"""Tags of messages, identical in every process and unlike those of other senders in FSDP's group."""
+
+
+class GatherOptions(NamedTuple):
+    """How modules are gathered, the same way on all ranks; see ``quantize_all_gather``."""
+
+    block_size: int
+    rotate: bool
+    exact_1d: bool
+    min_bytes: int
+    intra_node: Literal["auto", "quantized", "flat"]
+    keep_for_backward: bool
+
+    @property
+    def layout(self) -> Layout:
+        """The format of values in few bits."""
+        return Layout("int8", self.block_size, self.rotate)
+
+
+class ModuleGather:
+    """What gathers one module's parameters, as ``FSDPModule.set_custom_all_gather`` takes it.
+
+    torch's class for it has no public name up to torch 2.15, and nothing asks for it.
+
+    Args:
+        module: The module.
+        options: How it is gathered.
+        hosts: For each rank that it is sharded over, the number of its host.
+        counter: Counts what is gathered.
+        before: Called before every gather.
+        in_training: Tells whether a forward pass is running whose backward pass autograd records.
+
+    Attributes:
+        name: The name of the module.
+    """
+
+    def __init__(
+        self,
+        module: ShardedModule,
+        options: GatherOptions,
+        hosts: Sequence[int],
+        counter: GatherCounter,
+        before: Callable[[], None],
+        in_training: Callable[[], bool],
+    ) -> None:
+        self._module, self._options, self._counter = module, options, counter
+        self._before, self._in_training = before, in_training
+        self._hosts = tuple(hosts)
+        self._group: dist.ProcessGroup = module.group.mesh_info.shard_process_group
+        me, flat = self._group.rank(), options.intra_node == "flat"
+        self._route = plan_route(tuple(range(len(hosts))) if flat else self._hosts, me)
+        self._is_direct = flat or len(set(hosts)) in (1, len(hosts))
+        self._sent_to_other_hosts = sum(hosts[peer] != hosts[me] for peer in self._route.sends)
+        self.name = module.name
+        self._kept: _Kept | None = None
+        self._logged: set[str] = set()
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for the shards of all ranks."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    @outside_graphs
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather the shards of all ranks; with ``async_op`` return what restores them when it is waited for.
+
+        Args:
+            output_tensor: The output: the shards of all ranks, flat, one after another.
+            input_tensor: This rank's, which is a part of ``output_tensor``.
+            group: The ranks that gather.
+            async_op: Do not wait.
+        """
+        self._before()
+        with profiler_range("ddp_quant_hooks.quantize_all_gather"):
+            parameters = self.parameters()
+            plain = self.why_plain(parameters, group, input_tensor.dtype, output_tensor.nbytes)
+            if plain:
+                self.drop_kept()
+                return self._gather_plain(plain, output_tensor, input_tensor, group, async_op=async_op)
+            form = shard_format(parameters, self._options.layout, input_tensor.itemsize)
+            if self._kept is not None and inside_backward():
+                self._restore_kept(form, output_tensor)
+                return None
+            gathering = self._gather(form, output_tensor, input_tensor)
+            if async_op:
+                next(gathering)
+                return _Gathering(gathering)
+            for _ in gathering:
+                pass  # it waits when it is resumed
+            return None
+
+    def parameters(self) -> tuple[tuple[int, bool], ...]:
+        """Return how many values of each parameter a shard has, and whether they are sent as they are."""
+        return tuple(
+            (kept.padded_sharded_param_size.numel(), self._options.exact_1d and kept.sharded_param.dim() <= 1)
+            for kept in self._module.group.fsdp_params
+        )
+
+    def why_plain(
+        self,
+        parameters: tuple[tuple[int, bool], ...],
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        nbytes: int,
+    ) -> str:
+        """Return why values are gathered in full precision, or nothing if they are not.
+
+        Args:
+            parameters: What a shard has.
+            group: The ranks that gather.
+            dtype: Of the values; bytes if parameters have several.
+            nbytes: Of all shards.
+        """
+        if group is not self._group:
+            return "its values were rounded in the forward pass, and are gathered among fewer ranks"
+        if dtype not in VALUE_DTYPES:
+            several = dtype == torch.uint8
+            return "its parameters are of several dtypes" if several else f"its parameters are of {dtype}"
+        if all(exact for _, exact in parameters):
+            return "all of its parameters have one dimension"
+        if nbytes < self._options.min_bytes:
+            return f"it has {nbytes} bytes, and min_bytes is {self._options.min_bytes}"
+        return ""
+
+    def why_always_plain(self) -> str:
+        """Return why the module will be gathered in full precision, as far as that is known now."""
+        group = self._module.group
+        dtypes = {group.mp_policy.param_dtype or kept.sharded_param.dtype for kept in group.fsdp_params}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        parameters = self.parameters()
+        nbytes = self._group.size() * sum(length for length, _ in parameters) * dtype.itemsize
+        return self.why_plain(parameters, self._group, dtype, nbytes)
+
+    def drop_kept(self) -> None:
+        """Free the messages of a forward pass."""
+        self._kept = None
+
+    def _gather(self, form: ShardFormat, output: torch.Tensor, own: torch.Tensor) -> Iterator[None]:
+        """Gather in few bits; pause before each wait."""
+        self.drop_kept()
+        keeps = self._keeps()  # asked now: an asynchronous gather goes on at another place
+        group, route, size = self._group, self._route, form.message_bytes
+        with torch.inference_mode(
+            False
+        ):  # messages may be kept, and inference tensors cannot be written later
+            memory = torch.empty(len(route.order) * size, dtype=torch.uint8, device=output.device)
+        form.encode(
+            own, route.message(memory, group.rank())
+        )  # before the output is written, a part of which it is
+        for works in self._steps(memory):
+            yield
+            for work in works:
+                work.wait()
+        record_use(memory)  # an asynchronous gather may end on another stream
+        form.decode(memory, route.order, output)
+        if keeps:
+            self._kept = _Kept.of(memory)
+        self._counter.add(
+            quantized_gathers=1,
+            bytes_sent=route.messages_sent * size,
+            bytes_between_hosts=self._sent_to_other_hosts * size,
+            bytes_of_all_gather=self._bytes_of_ring(group, output.nbytes)[0],
+        )
+
+    def _steps(self, memory: torch.Tensor) -> Iterator[Sequence[Arrival]]:
+        """Start the messages of each step, when those of the step before have arrived."""
+        group, route = self._group, self._route
+        place = dict(zip(route.order, memory.view(len(route.order), -1), strict=True))
+        mine = place[group.rank()]
+        if self._is_direct and not runs_on_host(group, memory.device):
+            # As FSDP's own: the backend knows best how GPUs are joined.
+            yield [all_gather_single(memory, mine, group=group, async_op=True)]
+            return
+        receives = [(rank, place[rank]) for rank in route.receives]
+        sends = [(rank, mine) for rank in route.sends]
+        yield start_messages(group, receives=receives, sends=sends, tag=_FROM_THE_OWNER)
+        if route.handed_on:
+            rows = memory.view(len(route.order), -1)
+            handed_on = rows[route.hands_on.start : route.hands_on.stop]
+            receives = [(rank, rows[span.start : span.stop]) for rank, span in route.handed_on]
+            sends = [(rank, handed_on) for rank, _ in route.handed_on]
+            yield start_messages(group, receives=receives, sends=sends, tag=_HANDED_ON)
+
+    def _keeps(self) -> bool:
+        """Return whether the backward pass of the module will gather what it is gathering now."""
+        sharded_as = self._module.group.mesh_info
+        return (
+            self._options.keep_for_backward
+            and self._module.group.post_forward_mesh_info is sharded_as
+            and self._in_training()
+            and not inside_backward()
+        )
+
+    def _restore_kept(self, form: ShardFormat, output: torch.Tensor) -> None:
+        assert self._kept is not None
+        form.decode(self._kept.messages(), self._route.order, output)
+        self.drop_kept()
+        native, _ = self._bytes_of_ring(self._group, output.nbytes)
+        self._counter.add(reused_gathers=1, bytes_of_all_gather=native)
+
+    def _gather_plain(
+        self, why: str, output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
+    ) -> dist.Work | None:
+        if why not in self._logged:
+            self._logged.add(why)
+            _log.info("module %r is gathered in full precision: %s", self.name, why)
+        work: dist.Work | None = all_gather_single(output, own, group=group, async_op=async_op)
+        sent, outside = self._bytes_of_ring(group, output.nbytes)
+        self._counter.add(
+            plain_gathers=1, bytes_sent=sent, bytes_between_hosts=outside, bytes_of_all_gather=sent
+        )
+        return work
+
+    def _bytes_of_ring(self, group: dist.ProcessGroup, nbytes: int) -> tuple[int, int]:
+        """Return how many bytes this rank sends in FSDP's own gather, and how many to another host."""
+        everyone = dist.get_process_group_ranks(self._group)
+        hosts = [self._hosts[everyone.index(rank)] for rank in dist.get_process_group_ranks(group)]
+        return bytes_around_ring(nbytes // 2, range(group.size()), hosts, group.rank())
+
+
+class _Kept(NamedTuple):
+    """Messages of a forward pass.
+
+    Attributes:
+        memory: All of them.
+        written: On an accelerator, the event after which they are there.
+    """
+
+    memory: torch.Tensor
+    written: Any
+
+    @classmethod
+    def of(cls, memory: torch.Tensor) -> _Kept:
+        """Keep messages that are there for the current stream."""
+        if memory.device.type == "cpu":
+            return cls(memory, None)
+        return cls(
+            memory, torch.get_device_module(memory.device).current_stream(memory.device).record_event()
+        )
+
+    def messages(self) -> torch.Tensor:
+        """Return them for the current stream."""
+        if self.written is not None:
+            torch.get_device_module(self.memory.device).current_stream(self.memory.device).wait_event(
+                self.written
+            )
+            record_use(self.memory)
+        return self.memory
+
+
+class _Gathering(dist.Work):
+    """A gather that ends when it is waited for.
+
+    Args:
+        rest: What is left of it.
+    """
+
+    def __init__(self, rest: Iterator[None]) -> None:
+        super().__init__()
+        self._rest = rest
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:  # noqa: ARG002 - the group's own timeout counts
+        """Wait for the messages, and restore all shards."""
+        for _ in self._rest:
+            pass
+        return True
+
+
+class TrainingForward:
+    """Whether a forward pass is running whose backward pass autograd records.
+
+    FSDP gathers inside of ``torch.no_grad()``, where nothing tells.
+
+    Args:
+        modules: FSDP modules, each of which gathers itself and others as soon as its forward pass begins.
+    """
+
+    def __init__(self, modules: Sequence[ShardedModule]) -> None:
+        self._running = False
+        every = [one for module in modules for one in module.group.modules]
+        self._hooks = [
+            handle
+            for module in every
+            for handle in (
+                module.register_forward_pre_hook(self._begin, prepend=True),
+                module.register_forward_hook(self._end),
+            )
+        ]
+
+    def __call__(self) -> bool:
+        """Return whether one is running."""
+        return self._running
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._running = False
+        for hook in self._hooks:
+            hook.remove()
+
+    @outside_graphs
+    def _begin(self, *_: object) -> None:
+        self._running = torch.is_grad_enabled()
+
+    @outside_graphs
+    def _end(self, *_: object) -> None:
+        self._running = False
