@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ddp_quant_hooks import QuantizedAllreduceState
+from dist_utils.testing import call_in_backward
 
 needs_hooks = pytest.mark.skipif(
     not hasattr(getattr(fsdp, "FSDPModule", None), "set_all_reduce_hook"),
@@ -17,6 +18,7 @@ needs_reset = pytest.mark.skipif(
     not hasattr(getattr(fsdp, "FSDPModule", None), "reset_iter_state"),
     reason="FSDP cannot go on after an error in this torch (no FSDPModule.reset_iter_state)",
 )
+BF16 = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 EXACT = 1 << 40
 """``min_bytes`` of a state that sends all values without compression."""
 
@@ -130,3 +132,44 @@ def train(net, steps, *, first=0, accumulate=False, optimizer=None):
         optimizer.step()
         optimizer.zero_grad()
     return parameters(net)
+
+
+needs_custom_gathers = pytest.mark.skipif(
+    not hasattr(getattr(fsdp, "FSDPModule", None), "set_custom_all_gather"),
+    reason="this torch has no FSDPModule.set_custom_all_gather",
+)
+
+
+class Watched(torch.nn.Module):
+    """A layer that notes its weights in its forward and in its backward pass."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.seen = {"forward": [], "backward": []}
+
+    def forward(self, x):
+        self._note("forward")
+        x = call_in_backward(x, lambda: self._note("backward"))
+        return torch.tanh(self.layer(x))
+
+    def _note(self, when):
+        self.seen[when].append([local(parameter) for parameter in self.layer.parameters()])
+
+
+def watched_layers(*, layers=3, width=37, dtype=torch.float32):
+    """Return a model of layers that note their weights; two ranks divide the rows unevenly."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(Watched(torch.nn.Linear(width, width).to(dtype)) for _ in range(layers)))
+
+
+def shard_layers(net, mesh, **options):
+    """Shard each layer of a model, and then the model."""
+    for layer in net:
+        fsdp.fully_shard(layer, mesh=mesh, **options)
+    return fsdp.fully_shard(net, mesh=mesh, **options)
+
+
+def whole(net):
+    """Return all parameters as they are in the shards of all ranks, together."""
+    return [parameter.full_tensor().detach().clone() for parameter in net.parameters()]

@@ -96,9 +96,11 @@ def shard_format(parameters: tuple[tuple[int, bool], ...], layout: Layout, value
     exact: list[Span] = []
     start = 0
     for length, is_exact in parameters:
+        if length == 0:
+            continue
         if runs and runs[-1] % layout.block_size == 0:  # no block crosses from one parameter into the next
             runs[-1] += length
-        elif length:
+        else:
             runs.append(length)
         if is_exact and exact and exact[-1].stop == start:
             exact[-1] = Span(exact[-1].start, start + length)

@@ -171,13 +171,9 @@ class ModuleGather:
         self.drop_kept()
         keeps = self._keeps()  # asked now: an asynchronous gather goes on at another place
         group, route, size = self._group, self._route, form.message_bytes
-        with torch.inference_mode(
-            False
-        ):  # messages may be kept, and inference tensors cannot be written later
-            memory = torch.empty(len(route.order) * size, dtype=torch.uint8, device=output.device)
-        form.encode(
-            own, route.message(memory, group.rank())
-        )  # before the output is written, a part of which it is
+        memory = torch.empty(len(route.order) * size, dtype=torch.uint8, device=output.device)
+        # All of it before anything is restored: this rank's values are a part of the output.
+        form.encode(own, route.message(memory, group.rank()))
         for works in self._steps(memory):
             yield
             for work in works:
@@ -232,7 +228,7 @@ class ModuleGather:
     def _gather_plain(
         self, why: str, output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
     ) -> dist.Work | None:
-        if why not in self._logged:
+        if why not in self._logged and self._group.rank() == 0:
             self._logged.add(why)
             _log.info("module %r is gathered in full precision: %s", self.name, why)
         work: dist.Work | None = all_gather_single(output, own, group=group, async_op=async_op)
@@ -244,8 +240,10 @@ class ModuleGather:
 
     def _bytes_of_ring(self, group: dist.ProcessGroup, nbytes: int) -> tuple[int, int]:
         """Return how many bytes this rank sends in FSDP's own gather, and how many to another host."""
-        everyone = dist.get_process_group_ranks(self._group)
-        hosts = [self._hosts[everyone.index(rank)] for rank in dist.get_process_group_ranks(group)]
+        hosts: Sequence[int] = self._hosts
+        if group is not self._group:
+            everyone = dist.get_process_group_ranks(self._group)
+            hosts = [hosts[everyone.index(rank)] for rank in dist.get_process_group_ranks(group)]
         return bytes_around_ring(nbytes // 2, range(group.size()), hosts, group.rank())
 
 
