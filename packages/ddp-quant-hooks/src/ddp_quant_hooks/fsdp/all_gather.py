@@ -246,6 +246,8 @@ def _check_options(
     least = _LEAST_BYTES if min_bytes is None else min_bytes
     if isinstance(least, bool) or not hasattr(least, "__index__"):
         raise TypeError(f"min_bytes must be an integer, got {min_bytes!r}")
+    if operator.index(least) < 0:
+        raise ValueError(f"min_bytes must be at least 0, got {min_bytes!r}")
     if intra_node == "full":
         raise ValueError("intra_node='full' would send the same weights in more bytes: use 'auto'")
     if intra_node not in ("auto", "quantized", "flat"):

@@ -1,0 +1,230 @@
+"""Gathers in few bits that cannot be: refused on every rank; and peers that die, stop or fail."""
+
+import logging
+import os
+import time
+
+import pytest
+import torch
+from averaging_callers import spoiled_kernel
+from fsdp_models import (
+    Net,
+    backward,
+    needs_custom_gathers,
+    nodes_and_shards,
+    shard_layers,
+    sharded,
+    watched_layers,
+)
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+
+from ddp_quant_hooks.fsdp import quantize_all_gather
+from dist_utils import AgreementError
+from dist_utils.testing import patience, run_ranks
+from dist_utils.torch_compat import MissingTorchFeatureError
+
+HAS_CUSTOM_GATHERS = hasattr(getattr(fsdp, "FSDPModule", None), "set_custom_all_gather")
+
+
+def _refused(error, match, model, **options):
+    with pytest.raises(error, match=match):
+        quantize_all_gather(model, **options)
+
+
+def _options(_):
+    net = sharded(init_device_mesh("cpu", (2,)))
+    for error, match, options in (
+        (ValueError, "bits=4 is not for weights: it cost loss in every fine-tuning run", {"bits": 4}),
+        (ValueError, "bits must be 8, got 16", {"bits": 16}),
+        (ValueError, "block_size must be one of", {"block_size": 100}),
+        (TypeError, "block_size must be an int", {"block_size": 128.0}),
+        (TypeError, "rotate must be True or False, got None", {"rotate": None}),
+        (TypeError, "exact_1d must be True or False, got 1", {"exact_1d": 1}),
+        (TypeError, "min_bytes must be an integer, got True", {"min_bytes": True}),
+        (ValueError, "min_bytes must be at least 0, got -1", {"min_bytes": -1}),
+        (ValueError, "intra_node='full' would send the same weights in more bytes", {"intra_node": "full"}),
+        (ValueError, "intra_node must be 'auto', 'quantized' or 'flat', got 'fast'", {"intra_node": "fast"}),
+        (TypeError, "keep_for_backward must be True or False, got 'no'", {"keep_for_backward": "no"}),
+    ):
+        _refused(error, f"^quantize_all_gather: {match}", net, **options)
+    _refused(TypeError, "model must be a module, got list", [net])
+    _refused(ValueError, "applied neither to the model", Net())
+
+
+class OwnGather(torch.Tensor):
+    """A parameter that says itself what is gathered."""
+
+    def fsdp_pre_all_gather(self, *_):
+        return (self,), None
+
+    def fsdp_post_all_gather(self, outputs, *_, out=None):
+        return None if out is not None else (outputs[0], outputs)
+
+
+class Other:
+    """An all-gather of the user's own."""
+
+    allocate = staticmethod(torch.empty)
+
+    def __call__(self, **_):
+        raise AssertionError
+
+
+def _modules(_):
+    mesh = init_device_mesh("cpu", (2,))
+    net = sharded(mesh)
+    net.layers[1].set_custom_all_gather(Other())
+    _refused(ValueError, r"'layers\.1' has an all-gather of its own, a Other", net)
+    net = sharded(mesh)
+    handle = quantize_all_gather(net)
+    _refused(ValueError, "is gathered in few bits: remove\\(\\) the other handle", net)
+    handle.remove()
+    quantize_all_gather(net).remove()
+    layer = torch.nn.Linear(8, 8)
+    fsdp.fully_shard(layer, mesh=mesh)
+    layer.weight.to_local().__class__ = OwnGather
+    _refused(ValueError, r"class OwnGather, which decides itself", layer)
+
+
+def _shapes_and_ranks(rank):
+    """What only one rank does wrong is an error on both."""
+    mesh = init_device_mesh("cpu", (2,))
+    _refused(AgreementError, "min_bytes is 0 on rank 0, 7 on rank 1", sharded(mesh), min_bytes=7 * rank)
+    four = r"rank 1 cannot go on: .*bits=4" if rank == 0 else "^quantize_all_gather: bits=4"
+    _refused(AgreementError if rank == 0 else ValueError, four, sharded(mesh), bits=4 if rank else 8)
+    layer = torch.nn.Linear(*((20, 30) if rank else (30, 20)), bias=False)
+    _refused(AgreementError, r"module '\(model\)' is", fsdp.fully_shard(layer, mesh=mesh))
+    missing = "applied neither to the model"
+    if rank:
+        _refused(ValueError, missing, Net())
+    else:
+        _refused(AgreementError, f"rank 1 cannot go on: .*{missing}", sharded(mesh))
+
+
+def _sharded_too_late(_):
+    mesh, net = init_device_mesh("cpu", (2,)), Net()
+    fsdp.fully_shard(net.layers[2], mesh=mesh)
+    quantize_all_gather(net, min_bytes=0)
+    fsdp.fully_shard(net, mesh=mesh)
+    with pytest.raises(RuntimeError, match=r"applied to \['\(model\)'\] after quantize_all_gather"):
+        backward(net, 0)
+
+
+def _nothing_is_silently_exact(rank):
+    """A warning if no module is quantized, and a line in the log for each that is not."""
+    mesh, lines = init_device_mesh("cpu", (2,)), []
+    with pytest.warns(UserWarning, match=r"all modules in full precision: .*'layers\.0': 'it has \d+ bytes"):
+        quantize_all_gather(sharded(mesh), min_bytes=1 << 30)
+    logger, handler = logging.getLogger("ddp_quant_hooks"), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    net = sharded(mesh)
+    quantize_all_gather(net, min_bytes=0)
+    for step in range(2):
+        backward(net, step)
+    logger.removeHandler(handler)
+    assert lines == (
+        []
+        if rank
+        else [
+            "quantize_all_gather: 2 ranks on 1 hosts gather parameters in 8 bits, each from all others",
+            "module '(model)' is gathered in full precision: all of its parameters have one dimension",
+        ]
+    )
+
+
+def _two_ranks(rank):
+    for check in (_options, _modules, _shapes_and_ranks, _sharded_too_late, _nothing_is_silently_exact):
+        check(rank)
+
+
+@needs_custom_gathers
+def test_what_cannot_be_is_refused_on_every_rank():
+    run_ranks(_two_ranks, 2, timeout=120)
+
+
+def _groups(rank):
+    """A problem of one rank is told to all of its groups, and to no others."""
+    mesh = nodes_and_shards()
+    net = Net()
+    fsdp.fully_shard(net.layers[0], mesh=mesh["shard"])
+    fsdp.fully_shard(net.layers[1], mesh=mesh["node"])
+    fsdp.fully_shard(net, mesh=mesh["shard"])
+    if rank == 0:
+        _refused(ValueError, "bits=4", net, bits=4)
+    elif rank == 3:
+        handle = None
+        with pytest.raises(AgreementError):
+            handle = quantize_all_gather(net)
+        assert handle is None
+    else:
+        _refused(AgreementError, "rank 0 cannot go on: .*bits=4", net)
+
+
+def _no_old_torch(_):
+    with pytest.raises(MissingTorchFeatureError, match="set_custom_all_gather, which is needed for quantize"):
+        quantize_all_gather(fsdp.fully_shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,))))
+
+
+@pytest.mark.skipif(HAS_CUSTOM_GATHERS, reason="this torch has FSDPModule.set_custom_all_gather")
+def test_an_older_torch_is_told():
+    run_ranks(_no_old_torch, 1, timeout=60)
+
+
+def _several_passes(net):
+    for step in range(3):
+        backward(net, step)
+
+
+def _dies(rank):
+    net = shard_layers(watched_layers(), init_device_mesh("cpu", (4,)))
+    handle = quantize_all_gather(net, min_bytes=0)
+    backward(net, 0)
+    if rank == 2:
+        os._exit(3)
+    before = handle.statistics.quantized_gathers
+    with pytest.raises(RuntimeError):
+        _several_passes(net)
+    return handle.statistics.quantized_gathers - before
+
+
+@needs_custom_gathers
+def test_a_peer_that_dies_is_an_error_on_the_others():
+    found = run_ranks(_dies, 4, may_die={2}, group_timeout=patience(6.0), timeout=100)
+    assert found[2] is None
+    assert all(count < 18 for rank, count in enumerate(found) if rank != 2)
+
+
+def _stops(rank, how):
+    net = shard_layers(watched_layers(), init_device_mesh("cpu", (2,)))
+    quantize_all_gather(net, min_bytes=0)
+    backward(net, 0)
+    began = time.monotonic()
+    if rank == 1 and how == "stops":
+        time.sleep(patience(8.0))
+        return 0.0
+    if rank == 1:
+
+        def fail():
+            raise MemoryError("no room for a kernel")
+
+        with spoiled_kernel(fail), pytest.raises(MemoryError, match="no room for a kernel"):
+            backward(net, 1)
+        return 0.0
+    with pytest.raises(RuntimeError):
+        backward(net, 1)
+    return time.monotonic() - began
+
+
+@needs_custom_gathers
+@pytest.mark.parametrize("how", ["stops", pytest.param("fails", marks=pytest.mark.exhaustive)])
+def test_a_peer_that_stops_or_fails_is_an_error_within_the_groups_timeout(how):
+    waited, _ = run_ranks(_stops, 2, how, group_timeout=patience(4.0), timeout=60)
+    assert waited < patience(4.0) * 2
+
+
+@needs_custom_gathers
+def test_a_problem_is_told_in_all_groups_of_a_rank():
+    run_ranks(_groups, 4, timeout=60)
