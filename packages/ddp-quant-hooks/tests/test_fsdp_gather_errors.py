@@ -83,7 +83,7 @@ def _modules(_):
     quantize_all_gather(net).remove()
     layer = torch.nn.Linear(8, 8)
     fsdp.fully_shard(layer, mesh=mesh)
-    layer.weight.to_local().__class__ = OwnGather
+    layer.weight._local_tensor = layer.weight._local_tensor.as_subclass(OwnGather)
     _refused(ValueError, r"class OwnGather, which decides itself", layer)
 
 

@@ -153,7 +153,7 @@ class GatherHandle(Replacement):
             if type(present) is not default:
                 raise ValueError(f"module {name} has an all-gather of its own, a {type(present).__name__}")
             for kept in module.group.fsdp_params:
-                shard = kept.sharded_param.to_local()
+                shard = private(kept, "_sharded_local_tensor", self._function)
                 if hasattr(shard, "fsdp_pre_all_gather"):
                     raise ValueError(
                         f"module {name} has parameters of class {type(shard).__name__}, which decides itself "
