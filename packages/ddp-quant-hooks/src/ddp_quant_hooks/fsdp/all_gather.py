@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import operator
 import warnings
 from functools import cached_property
@@ -127,6 +128,19 @@ class GatherHandle(Replacement):
     def statistics(self) -> GatherStatistics:
         """What was gathered so far."""
         return self._counter.statistics
+
+    def relative_error(self) -> float | None:
+        """Return the error of this rank's shards, as they are now, when they are gathered in few bits.
+
+        Returns:
+            Relative to their values, in the L2 norm. ``None`` if this rank has none that are rounded.
+
+        Cost:
+            Encodes and decodes this rank's shards, and waits for an accelerator. Nothing is sent.
+        """
+        squares = [gather.squares() for gather in self._gathers.values() if not gather.why_always_plain()]
+        error, values = (sum(column) for column in zip((0.0, 0.0), *squares, strict=True))
+        return math.sqrt(error / values) if values else None
 
     def remove(self) -> None:
         """Restore what FSDP did before. A second call does nothing."""

@@ -19,7 +19,7 @@ from ddp_quant_hooks.statistics import bytes_around_ring
 from ddp_quant_hooks.tensors.calls import outside_graphs
 from dist_utils import start_messages
 from dist_utils.process_groups import Arrival, record_use, runs_on_host
-from dist_utils.torch_compat import all_gather_single, inside_backward, profiler_range
+from dist_utils.torch_compat import all_gather_single, inside_backward, private, profiler_range
 
 _log = logging.getLogger(__name__)
 
@@ -161,6 +161,20 @@ class ModuleGather:
         parameters = self.parameters()
         nbytes = self._group.size() * sum(length for length, _ in parameters) * dtype.itemsize
         return self.why_plain(parameters, self._group, dtype, nbytes)
+
+    @torch.no_grad()
+    def squares(self) -> tuple[float, float]:
+        """Return the sums of squares of what rounding changes this rank's shard by, and of the shard."""
+        group = self._module.group
+        parts = [private(kept, "_sharded_param_data", "the error of a shard") for kept in group.fsdp_params]
+        exact = torch.cat([part.to(group.mp_policy.param_dtype or part.dtype) for part in parts])
+        form = shard_format(self.parameters(), self._options.layout, exact.itemsize)
+        message = torch.empty(form.message_bytes, dtype=torch.uint8, device=exact.device)
+        form.encode(exact, message)
+        rounded = torch.empty_like(exact)
+        form.decode(message, (0,), rounded)
+        error = rounded.double() - exact.double()
+        return float(error.square().sum()), float(exact.double().square().sum())
 
     def drop_kept(self) -> None:
         """Free the messages of a forward pass."""

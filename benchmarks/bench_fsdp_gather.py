@@ -1,0 +1,194 @@
+"""FSDP2 with parameters and gradients in few bits against native FSDP2: forward and backward on slow links.
+
+    python benchmarks/bench_fsdp_gather.py
+
+Two emulated hosts of two ranks, and four of one; 8.4 million parameters in 8 layers, each with
+``fully_shard`` over all ranks. Times are of the slowest rank, for one forward and backward pass. Bytes are
+what passes a host's interface in one pass, in the busier direction, headers and acknowledgments included, for
+each parameter. ``small`` are gathers of one small module on loopback. ``calls`` is the time of the calls that
+encode and decode a module of many ranks, without any communication. Writes results/fsdp_gather.json and .png.
+"""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from drawing import bars_of, draw_bars
+from harness import Benchmark, Found, bytes_on_link, in_turns, load, print_times, slowest, spread
+from rank_processes import on_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from ddp_quant_hooks import QuantizedAllreduceState
+from ddp_quant_hooks.fsdp import quantize_all_gather, quantize_reduce_scatter
+from ddp_quant_hooks.fsdp.gather_plan import shard_format
+from ddp_quant_hooks.kernels import Layout
+
+LAYERS, WIDTH, BATCH = 8, 1024, 64
+PARAMETERS = LAYERS * (WIDTH + 1) * WIDTH
+PASSES = 2
+"""Passes whose bytes are counted together."""
+RATES = {"1gbit": "1 Gbit/s", "200mbit": "0.2 Gbit/s"}
+PLACEMENTS = {"2 hosts of 2 ranks": (0, 0, 1, 1), "4 hosts of 1 rank": (0, 1, 2, 3)}
+NATIVE = "native FSDP2, fp32"
+RESHARDED = "resharded to 2 ranks"
+SIDES: dict[str, dict[str, Any]] = {
+    NATIVE: {},
+    f"native, {RESHARDED}": {"reshard": 2},
+    "gradients in 8 bits": {"gradients": {}},
+    "both in 8 bits": {"gradients": {}, "parameters": {}},
+    f"both in 8 bits, {RESHARDED}": {"gradients": {}, "parameters": {}, "reshard": 2},
+    f"weights in 8 bits, gradients in 4, {RESHARDED}": {
+        "gradients": {"bits": 4, "error_feedback": "none"},
+        "parameters": {},
+        "reshard": 2,
+    },
+    "both in 8 bits, kept for backward": {"gradients": {}, "parameters": {"keep_for_backward": True}},
+}
+SMALL = (32, 64, 128, 256, 512, 1024)
+"""KiB of a module in fp32."""
+CALLS = {
+    "64 ranks, 9 parameters in one run": [4096] * 9,
+    "64 ranks, 9 parameters, a run for each": [4100] * 9,
+}
+
+
+def model(mesh: DeviceMesh, reshard: int | bool = True) -> torch.nn.Module:
+    """Return the model, sharded layer by layer."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    return fully_shard(torch.nn.Sequential(*layers), mesh=mesh)
+
+
+def sides(names: list[str]) -> dict[str, torch.nn.Module]:
+    """Return the models of some sides."""
+    mesh, found = init_device_mesh("cpu", (4,)), {}
+    for name in names:
+        found[name] = model(mesh, SIDES[name].get("reshard", True))
+        if "gradients" in SIDES[name]:
+            quantize_reduce_scatter(found[name], QuantizedAllreduceState(mesh, **SIDES[name]["gradients"]))
+        if "parameters" in SIDES[name]:
+            quantize_all_gather(found[name], **SIDES[name]["parameters"])
+    return found
+
+
+def measure(rank: int, repeats: int, names: list[str]) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Return the seconds of each side's passes, and its bytes for each parameter on this host's link."""
+    models = sides(names)
+    batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+    def both_passes(net: torch.nn.Module) -> Callable[[], None]:
+        return lambda: net(batch).square().mean().backward()
+
+    passes = {name: both_passes(net) for name, net in models.items()}
+    seconds = in_turns(passes, repeats, warm_up=1, prepare=lambda name: models[name].zero_grad())
+    # The gradients of all counted passes add up, which changes no byte.
+    moved = {name: bytes_on_link(both, PASSES) / PARAMETERS for name, both in passes.items()}
+    return seconds, moved
+
+
+def times_of(rate: str, repeats: int, where: str) -> dict[str, Any]:
+    """Return times and bytes with one rate of the links and one placement."""
+    inside = where != "4 hosts of 1 rank"
+    names = [name for name in SIDES if inside or RESHARDED not in name]
+    ranks = on_ranks(measure, 4, repeats, names, rate=rate, placement=PLACEMENTS[where])
+    times = slowest([seconds for seconds, _ in ranks])
+    for name, entry in times.items():
+        entry["bytes_a_parameter"] = round(max(moved[name] for _, moved in ranks), 2)
+        entry["times_faster"] = round(times[NATIVE]["median_ms"] / entry["median_ms"], 2)
+    return times
+
+
+def cases(rate: str, where: str, options: Namespace) -> Iterator[Found]:
+    """Measure with one rate of the links and one placement."""
+    times = times_of(rate, options.repeats, where)
+    print_times(f"{where}, {RATES[rate]}, load {load()}", times, NATIVE)
+    for name, entry in times.items():
+        print(f"  {name:<48}{entry['bytes_a_parameter']:6.2f} bytes a parameter")
+    yield ("times", where, rate), times
+
+
+def measure_small(_: int, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of gathers of small modules, natively and in 8 bits."""
+    gathers: dict[str, Callable[[], None]] = {}
+    for kib in SMALL:
+        for name in ("native", "8 bits"):
+            net = fully_shard(torch.nn.Linear(256, kib, bias=False))
+            if name == "8 bits":
+                quantize_all_gather(net, min_bytes=0)
+
+            def gather(net: Any = net) -> None:
+                for _ in range(10):
+                    net.unshard()
+                    net.reshard()
+
+            gathers[f"{kib} KiB, {name}"] = gather
+    return in_turns(gathers, repeats)
+
+
+def small(options: Namespace) -> Iterator[Found]:
+    """Measure gathers of small modules on loopback."""
+    for ranks in (2, 4):
+        times = slowest(on_ranks(measure_small, ranks, 4 * options.repeats))
+        print_times(
+            f"10 gathers of a module, {ranks} ranks, load {load()}",
+            times,
+            lambda name: f"{name.split(',')[0]}, native",
+        )
+        yield ("small", ranks), times
+
+
+def calls(options: Namespace) -> Iterator[Found]:
+    """Measure the calls for a module of many ranks, without communication."""
+    torch.set_num_threads(1)
+    for name, lengths in CALLS.items():
+        form = shard_format(tuple((length, False) for length in lengths), Layout("int8", 128, rotate=True), 2)
+        ranks, shard = 64, torch.randn(sum(lengths)).bfloat16()
+        memory = torch.zeros(ranks * form.message_bytes, dtype=torch.uint8)
+        output, order = torch.empty(ranks * shard.numel(), dtype=torch.bfloat16), tuple(range(ranks))
+        for row in memory.view(ranks, -1):
+            form.encode(shard, row)
+        times = []
+        for _ in range(10 * options.repeats):
+            began = time.perf_counter()
+            form.decode(memory, order, output)
+            times.append(1e3 * (time.perf_counter() - began))
+        entry = {"runs": len(form.runs), "values": output.numel(), **spread(times)}
+        print(f"{name}: {entry}")
+        yield ("calls", name), entry
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw the times, one panel for each placement and rate."""
+    panels = {
+        f"{where}, {RATES[rate]}": bars_of(entries)
+        for where, rates in results.get("times", {}).items()
+        for rate, entries in rates.items()
+    }
+    if panels:
+        draw_bars(panels, "ms", path, title="Forward and backward with FSDP2, emulated hosts")
+
+
+def main() -> None:
+    """Measure, print, store and draw."""
+    parts = {
+        f"{len(set(PLACEMENTS[where]))}-hosts-{rate}": partial(cases, rate, where)
+        for where in PLACEMENTS
+        for rate in RATES
+    }
+    facts = {"parameters": PARAMETERS, "batch": BATCH}
+    Benchmark(__file__, __doc__, repeats=5).run(
+        {**parts, "small": small, "calls": calls}, facts=lambda _: facts, draw=draw
+    )
+
+
+if __name__ == "__main__":
+    main()
