@@ -155,8 +155,7 @@ class ModuleGather:
 
     def why_always_plain(self) -> str:
         """Return why the module will be gathered in full precision, as far as that is known now."""
-        group = self._module.group
-        dtypes = {group.mp_policy.param_dtype or kept.sharded_param.dtype for kept in group.fsdp_params}
+        dtypes = {*self._module.gathered_dtypes}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
         parameters = self.parameters()
         nbytes = self._group.size() * sum(length for length, _ in parameters) * dtype.itemsize
@@ -165,9 +164,9 @@ class ModuleGather:
     @torch.no_grad()
     def squares(self) -> tuple[float, float]:
         """Return the sums of squares of what rounding changes this rank's shard by, and of the shard."""
-        group = self._module.group
-        parts = [private(kept, "_sharded_param_data", "the error of a shard") for kept in group.fsdp_params]
-        exact = torch.cat([part.to(group.mp_policy.param_dtype or part.dtype) for part in parts])
+        every = self._module.group.fsdp_params
+        parts = [private(kept, "_sharded_param_data", "the error of a shard") for kept in every]
+        exact = torch.cat([*map(torch.Tensor.to, parts, self._module.gathered_dtypes)])
         form = shard_format(self.parameters(), self._options.layout, exact.itemsize)
         message = torch.empty(form.message_bytes, dtype=torch.uint8, device=exact.device)
         form.encode(exact, message)

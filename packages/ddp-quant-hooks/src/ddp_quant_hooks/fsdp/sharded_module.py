@@ -79,6 +79,15 @@ class ShardedModule(NamedTuple):
         return [getattr(self.group.mesh_info, name) for name in names if hasattr(self.group.mesh_info, name)]
 
     @property
+    def gathered_dtypes(self) -> list[torch.dtype]:
+        """The dtype in which each of its parameters is gathered."""
+        policies = [private(kept, "mp_policy", _PURPOSE) for kept in self.group.fsdp_params]
+        return [
+            policy.param_dtype or kept.sharded_param.dtype
+            for policy, kept in zip(policies, self.group.fsdp_params, strict=True)
+        ]
+
+    @property
     def has_divide_factor(self) -> bool:
         """Whether the sum of gradients is divided by something else than the number of ranks."""
         older = getattr(self.group, "reduce_scatter_divide_factor", None)  # its name before torch 2.8
