@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 
 _LEAST_BYTES = 1 << 17
+"""Below it the number of messages counts, not their bytes."""
 
 
 def quantize_all_gather(
