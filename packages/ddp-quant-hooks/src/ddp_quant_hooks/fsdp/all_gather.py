@@ -194,7 +194,7 @@ class GatherHandle(Replacement):
             if problem is not None:
                 raise problem
             shapes = {f"module {module.name!r}": module.shapes for module in modules}
-            return {**self._options._asdict(), "wire format": WIRE_VERSION, **shapes}
+            return {**self._options._asdict(), "wire format and plans": WIRE_VERSION, **shapes}
 
         def link() -> str:
             device = modules[0].group.device
