@@ -2,12 +2,13 @@
 
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from ddp_compress_hooks import allreduce_hook
+from ddp_quant_hooks.averaging import Average
 from ddp_quant_hooks.exchange.values import Values
 from ddp_quant_hooks.feedback.step import Step
 from ddp_quant_hooks.states import AveragingState, QuantizedAllreduceState
@@ -65,16 +66,23 @@ def average_bucket(
     name: str, state: AveragingState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket as its state does, for the hook of this name."""
-    buffer = check_buffer(name, bucket)
-    with profiler_range(f"{name}:bucket_{bucket.index()}"):
+    buffer, index = check_buffer(name, bucket), bucket.index()
+    with profiler_range(f"{name}:bucket_{index}"):
         state.bucket_came()
         state.refuse_capture(buffer)
-        if state.process_group.size() == 1:
+        group = state.process_group
+        if group.size() == 1:
             return completed_future(buffer)
         step = state.feedback.begin_bucket(bucket)
         try:
             state.begin_bucket(name, bucket)
-            return _submit(name, state, step, bucket)
+            if buffer.numel() == 0:
+                return completed_future(buffer)
+            owners = bucket.parameters()
+            if buffer.is_sparse or not state.average.quantizes(owners, [buffer], group.size()):
+                return allreduce_hook(group, bucket).then(_count_when_done(state, step, group, buffer))
+            job = _average_job(state.average, step, group, owners, buffer)
+            return state.worker.submit(job, device=buffer.device, name=f"{name}:average_bucket_{index}")
         except Exception as error:  # noqa: BLE001 - raised here, any would leave DDP in the middle of a pass
             state.fail(error)  # the peers hear of it
             return failed_future(error, buffer)
@@ -97,36 +105,34 @@ def check_buffer(hook: str, bucket: GradBucket) -> torch.Tensor:
     return buffer
 
 
-def _submit(
-    name: str, state: AveragingState, step: Step, bucket: GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """Prepare the average of a bucket and submit it; average it without compression if that is better."""
-    buffer, group, average, outcome = bucket.buffer(), state.process_group, state.average, step.outcome
-    if buffer.numel() == 0:
-        return completed_future(buffer)
-    owners = bucket.parameters()
-    if buffer.is_sparse or not average.quantizes(owners, [buffer], group.size()):
-        return allreduce_hook(group, bucket).then(_count_when_done(state, step, buffer))
-    task = average.prepare(group, step, owners, [buffer])
+def _average_job(
+    average: Average,
+    step: Step,
+    group: dist.ProcessGroup,
+    owners: Sequence[torch.Tensor],
+    buffer: torch.Tensor,
+) -> Callable[[dist.ProcessGroup], torch.Tensor]:
+    """Prepare the average of a bucket, and return the job. It holds no state: see :class:`Average`."""
+    task, outcome = average.prepare(group, step, owners, [buffer]), step.outcome
 
     def job(private_group: dist.ProcessGroup) -> torch.Tensor:
         with outcome.watch():
             average.run(private_group, Values([buffer]), task)
         return buffer
 
-    return state.worker.submit(job, device=buffer.device, name=f"{name}:average_bucket_{bucket.index()}")
+    return job
 
 
 def _count_when_done(
-    state: AveragingState, step: Step, buffer: torch.Tensor
+    state: AveragingState, step: Step, group: dist.ProcessGroup, buffer: torch.Tensor
 ) -> Callable[[torch.futures.Future[torch.Tensor]], torch.Tensor]:
     """Return a callback that counts a bucket that is averaged without compression.
 
     It holds neither the state nor the group, which Gloo's threads would end if they were the last to drop it.
     """
     counter, outcome, with_feedback = state.counter, step.outcome, state.feedback.wanted
-    group, nbytes = state.process_group, 0 if buffer.is_sparse else buffer.nbytes
-    world_size, (sent, outside) = group.size(), state.average.bytes_of_ring(group, nbytes)
+    world_size, nbytes = group.size(), 0 if buffer.is_sparse else buffer.nbytes
+    sent, outside = state.average.bytes_of_ring(group, nbytes)
 
     def note(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         mean = outcome.of_mean(done) if with_feedback else done.value()

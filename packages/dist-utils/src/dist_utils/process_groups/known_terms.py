@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -14,7 +15,10 @@ from dist_utils.process_groups.agreement import require_same_terms, term_texts
 from dist_utils.process_groups.errors import FirstError
 
 _MOST = 1 << 16
-"""How many things about one object are remembered, by digests of 32 bytes; then all are compared anew."""
+"""How many things about one object are remembered; then all are compared anew."""
+
+_PLAIN = {str, int, bool, type(None), torch.dtype}
+"""Types of terms that are told apart by their values as well as by what is compared, and faster."""
 
 
 class KnownTerms:
@@ -29,7 +33,7 @@ class KnownTerms:
 
     def __init__(self, failure: FirstError) -> None:
         self._failure = failure
-        self._known: Any = WeakIdKeyDictionary()  # by what it is about: digests
+        self._known: Any = WeakIdKeyDictionary()  # by what it is about
 
     def require(
         self, group: dist.ProcessGroup, title: str, terms: Mapping[str, object], about: object | None = None
@@ -45,12 +49,12 @@ class KnownTerms:
         if group.size() == 1:
             return
         self._failure.raise_again()
-        known: set[bytes | None] = self._known.setdefault(self if about is None else about, set())
+        known: set[object] = self._known.setdefault(self if about is None else about, set())
         if len(known) >= _MOST:  # on all ranks at once, as all know the same
             known.clear()
-        key = None
+        key: object = None
         with contextlib.suppress(Exception):  # raised below, when the other ranks have heard of it
-            key = _digest(title, terms)
+            key = _key(title, terms)
         if key in known:
             return
         try:
@@ -61,6 +65,8 @@ class KnownTerms:
         known.add(key)
 
 
-def _digest(title: str, terms: Mapping[str, object]) -> bytes:
-    """Return a digest of what is compared, identical on all ranks: sets may come in another order on each."""
+def _key(title: str, terms: Mapping[str, object]) -> object:
+    """Return what stands for a title and terms here, whatever their order: it may be another on each rank."""
+    if all(type(value) in _PLAIN for value in terms.values()):
+        return title, frozenset((name, type(value), value) for name, value in terms.items())
     return hashlib.sha256(f"{title!r} {term_texts(terms)}".encode()).digest()
