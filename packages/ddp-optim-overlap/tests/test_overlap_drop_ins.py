@@ -45,6 +45,7 @@ from ddp_optim_overlap import (
     declare_steps_per_parameter,
     get_in_backward_optimizers,
     hook_then_optimizer,
+    overlap_optimizer,
     register_fused_optim,
 )
 
@@ -364,6 +365,37 @@ def check_in_backward_of_what_ddp_does_not_average():
         ddp(batches(1)[0])
 
 
+def check_in_backward_copied():
+    """A copy of a model has no optimizers, and takes new ones, or an overlap."""
+    ddp = make_ddp()
+    _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
+    backward(ddp, batches(1)[0])
+    expected = make_ddp(copy.deepcopy(ddp.module))
+    train_on(expected, sgd(expected), batches(2))
+    for begin in (lambda one: _in_backward(one, torch.optim.SGD, {"lr": 0.1}), _overlap):
+        copied = copy.deepcopy(ddp)
+        begin(copied)
+        _pass_over(copied, batches(2), None)
+        assert_same(snapshot(copied), snapshot(expected))
+
+
+def _overlap(ddp):
+    return overlap_optimizer(ddp, sgd(ddp))
+
+
+@as_ordinary
+def check_in_backward_given_twice(*, overlapped):
+    """A tied weight is stepped once by one call."""
+    ddp = make_ddp(Net(tied=True))
+    optimizer = sgd(ddp)
+    if overlapped:
+        layers = ddp.module.layers
+        parameters = [*ddp.module.parameters(), layers[0].weight, layers[3].weight]
+        apply_optimizer_in_backward(torch.optim.SGD, parameters, {"lr": 0.1})
+    _pass_over(ddp, batches(2), None if overlapped else optimizer)
+    return snapshot(ddp)
+
+
 def check_refused():
     net = Net()
     with pytest.raises(UnsupportedOptimizerError, match="LBFGS"):
@@ -440,6 +472,25 @@ def test_other_modules_are_compiled_as_before():
     command = [sys.executable, "-c", _COMPILES_BESIDE]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["set()", "1", "1", "1", "1", "OrderedDict()"], done.stdout + done.stderr
+
+
+def test_a_frozen_parameter_is_refused_before_anything_is_registered():
+    net = Net()
+    net.layers[2].weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match="frozen"):
+        apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+    assert_same(get_in_backward_optimizers(net), [])
+    trained = [one for one in net.parameters() if one.requires_grad]
+    apply_optimizer_in_backward(torch.optim.SGD, trained, {"lr": 0.1})
+    other = Net()
+    other.layers[2].weight.requires_grad_(False)
+    train_on(
+        other,
+        torch.optim.SGD([one for one in other.parameters() if one.requires_grad], lr=0.1),
+        batches(1, 0),
+    )
+    backward(net, batches(1, 0)[0])
+    assert_same(snapshot(net), snapshot(other))
 
 
 def test_a_non_optimizer_is_refused():

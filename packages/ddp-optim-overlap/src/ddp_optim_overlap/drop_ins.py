@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.loop.optimizers import OverlappedOptimizers
-from ddp_optim_overlap.model import require_ddp_options, require_separate_memory
+from ddp_optim_overlap.model import CopiedHook, require_ddp_options, require_separate_memory
 from ddp_optim_overlap.optimizers.admission import require_plain_step, require_step_per_parameter
 from ddp_optim_overlap.optimizers.step_hooks import note_writes
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
@@ -119,9 +119,9 @@ class EngineAtFirstBucket:
         self.stepper, self._comm_hook, self._skips_unused = stepper, comm_hook, skips_unused
         self._engine: Engine | None = None
 
-    def __deepcopy__(self, memo: object) -> object:
+    def __deepcopy__(self, memo: object) -> CopiedHook:
         """Return what cannot step: DDP's list of hooks is copied, but the reducer of a copy has none."""
-        return object()
+        return CopiedHook()
 
     def start(self, hook_state: object, model: DistributedDataParallel | None = None) -> Engine:
         """Return the engine, and make it if needed.

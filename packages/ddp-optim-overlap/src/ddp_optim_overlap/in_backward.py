@@ -68,7 +68,8 @@ def apply_optimizer_in_backward(
 
     Raises:
         UnsupportedOptimizerError: The optimizer's step needs a closure.
-        ConfigError: In the model's forward pass, if the model has another communication hook, or options
+        ConfigError: A parameter is frozen or not a leaf, and ``register_hook`` is true; nothing is registered
+            then. Also in the model's forward pass, if the model has another communication hook, or options
             with which buckets come too late or not at all.
         RuntimeError: In ``backward()``, if a parameter was frozen when DDP was made.
 
@@ -86,7 +87,10 @@ def apply_optimizer_in_backward(
         >>> ddp(batch).mean().backward()  # steps  # doctest: +SKIP
     """
     make: Any = optimizer_class
-    made = [(parameter, make([parameter], **optimizer_kwargs)) for parameter in params]
+    chosen = dict.fromkeys(params)  # a tied weight may be given twice
+    if register_hook:
+        _require_trained(chosen)
+    made = [(parameter, make([parameter], **optimizer_kwargs)) for parameter in chosen]
     for _, optimizer in made:  # nothing is registered if one is refused
         require_plain_step(optimizer)
     for parameter, optimizer in made:
@@ -100,6 +104,16 @@ def apply_optimizer_in_backward(
         ours.optimizers.append(optimizer)
     _claimed.clear()
     _claim_before_forward()
+
+
+def _require_trained(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise if one of the parameters gets no gradient that could be noticed."""
+    for parameter in parameters:
+        if not (parameter.requires_grad and parameter.is_leaf):
+            raise ConfigError(
+                f"a parameter of shape {tuple(parameter.shape)} gets no gradient of its own, as it is frozen "
+                "or not a leaf: leave it out, or set requires_grad before apply_optimizer_in_backward"
+            )
 
 
 def get_in_backward_optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:

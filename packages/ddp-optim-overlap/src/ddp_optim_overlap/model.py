@@ -227,6 +227,14 @@ def another_hook(hook: object = None) -> ConfigError:
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
-    """Return a model's own list of its communication hooks and states. No public name up to torch 2.15."""
+    """Return a model's own list of its communication hooks and states. No public name up to torch 2.15.
+
+    A copy of a model has a copy of the list, but its reducer has no hook: a :class:`CopiedHook` is taken out.
+    """
     hooks: list[tuple[Callable[..., Any], object]] = private(ddp, "_comm_hooks", "an overlap beside hooks")
+    hooks[:] = [one for one in hooks if not isinstance(getattr(one[0], "__self__", None), CopiedHook)]
     return hooks
+
+
+class CopiedHook:
+    """What a copy of a model has instead of the object whose method is the model's communication hook."""
