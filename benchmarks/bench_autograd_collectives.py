@@ -1,11 +1,13 @@
 """dist-autograd-collectives against torch.distributed.nn.functional and spmd-types, on Gloo.
 
     python benchmarks/bench_autograd_collectives.py            # everything but messages
-    python benchmarks/bench_autograd_collectives.py ms --repeats 21
+    python benchmarks/bench_autograd_collectives.py ms --repeats 21 --only "2 ranks"
     python benchmarks/bench_autograd_collectives.py --messages
 
 * ms: forward and backward of every function on loopback, 2 and 4 ranks, 1 KiB to 64 MiB. Times are of the
-  slowest rank. "backward" is the backward alone. spmd-types is compared if it is installed.
+  slowest rank. "backward" is the backward alone. spmd-types is compared if it is installed, and an older
+  version of the package if it can be imported as ``dac_before``: a copy of its sources, in which this name
+  replaces the package's.
 * links: the same on emulated hosts of one rank each, with links of 1 Gbit/s.
 * overlap: weights are gathered during a computation, started early or not, on two emulated hosts with links
   of 1 Gbit/s.
@@ -42,6 +44,8 @@ SHARES = {"1 KiB": 20, "1 MiB": 5, "4 MiB": 3, "64 MiB": 1}
 
 TWIN = "pytorch, again"
 """The same code as the side that ratios are relative to: what differs between the two is noise."""
+BEFORE = "dac_before"
+"""An older version of this package, under another name."""
 WIDTH, LAYERS, BATCH = 1536, 12, 512
 """Of the layers whose weights are gathered."""
 
@@ -57,7 +61,10 @@ def calls_of(x: torch.Tensor, size: int) -> dict[str, Call]:
     out = torch.empty_like(x)
     outs = list(torch.empty_like(x).view(size, -1).unbind(0))
     found: dict[str, Call] = {}
-    for who, module in (("pytorch", nnf), (TWIN, nnf), ("ours", dac)):
+    modules = {"pytorch": nnf, TWIN: nnf, "ours": dac}
+    if importlib.util.find_spec(BEFORE):
+        modules[BEFORE] = importlib.import_module(BEFORE)
+    for who, module in modules.items():
         for name, call in {
             "all_reduce": lambda module=module: module.all_reduce(x),
             "broadcast": lambda module=module: module.broadcast(x, 0),
@@ -70,7 +77,7 @@ def calls_of(x: torch.Tensor, size: int) -> dict[str, Call]:
             "all_to_all_single": lambda module=module: module.all_to_all_single(out, x),
         }.items():
             found[f"{name} / {who}"] = call
-        if who == TWIN:
+        if who in (TWIN, BEFORE):
             continue
         # PyTorch returns the caller's buffer, so it must be a new one while anything still needs the last.
         found[f"all_to_all / {who}, new buffer"] = lambda module=module: module.all_to_all(
@@ -153,16 +160,21 @@ def cases(options: Namespace) -> Iterator[Found]:
     function = compare_messages if options.messages else measure
     for world_size in (2, 4):
         for size, count in SIZES.items():
-            repeats = options.repeats * SHARES[size]
-            ranks = run_ranks(function, world_size, count // 4, repeats, timeout=900)
-            yield found("ms", f"{world_size} ranks, {size}", ranks)
+            case = f"{world_size} ranks, {size}"
+            if options.only in case:
+                repeats = options.repeats * SHARES[size]
+                yield found("ms", case, run_ranks(function, world_size, count // 4, repeats, timeout=900))
 
 
 def links(options: Namespace) -> Iterator[Found]:
     """Measure between hosts."""
-    for hosts, mib in ((2, 1), (4, 1), (2, 16)):
-        ranks = on_ranks(measure, hosts, (mib << 20) // 4, options.repeats, rate="1gbit")
-        yield found("links_ms", f"{hosts} hosts, {mib} MiB", ranks)
+    for hosts, sizes in ((2, ("1 KiB", "1 MiB", "4 MiB", "64 MiB")), (4, ("1 KiB", "1 MiB", "4 MiB"))):
+        for size in sizes:
+            case = f"{hosts} hosts, {size}"
+            if options.only in case:
+                repeats = options.repeats * (20 if size == "1 KiB" else 1)
+                ranks = on_ranks(measure, hosts, SIZES[size] // 4, repeats, rate="1gbit")
+                yield found("links_ms", case, ranks)
 
 
 def pytorch_of(label: str) -> str:
@@ -227,11 +239,14 @@ def main() -> None:
     """Measure everything, print and store it."""
     benchmark = Benchmark(__file__, __doc__, repeats=11)
     benchmark.parser.add_argument("--messages", action="store_true", help="instead of all else")
+    benchmark.parser.add_argument("--only", default="", help="only cases with this text in their names")
     if "--messages" in sys.argv:
         benchmark.parser.set_defaults(output=RESULTS / "autograd_collectives_messages.json")
         benchmark.run({"ms": cases})
         return
     peers = {"spmd_types": version("spmd_types")} if importlib.util.find_spec("spmd_types") else {}
+    if importlib.util.find_spec(BEFORE):
+        peers[BEFORE] = importlib.import_module(BEFORE).__version__
     benchmark.run(
         {"ms": cases, "links": links, "overlap": overlap}, facts=lambda _: {"peers": peers}, draw=draw
     )
