@@ -1,5 +1,9 @@
 """What a collective returns: new tensors, filled buffers, any strides, both conventions, large tensors."""
 
+import gc
+import os
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,8 +71,34 @@ def test_results_are_new_tensors_and_have_their_sign():
     assert run_ranks(_new_tensors, 2) == [{}, {}]
 
 
-def _large(rank, length):
+def _kept(_):
+    """What is kept for later calls with the same arguments: neither tensors nor groups."""
+    found = []
+    group = dist.new_group([0, 1])
+    for name, call in CALLS.items():
+        x = torch.ones(4, len(name), requires_grad=True)  # of a shape without a plan
+        results = call(x)
+        sum(result.sum() for result in results).backward()
+        objects = {"tensor": x, "gradient": x.grad, "result": results[0]}
+        references = {what: weakref.ref(one) for what, one in objects.items()}
+        del x, results, objects
+        gc.collect()
+        found += [(name, what) for what, reference in references.items() if reference() is not None]
+    dac.all_reduce(torch.ones(1), group=group)
+    dist.destroy_process_group(group)
+    reference = weakref.ref(group)
+    del group
+    gc.collect()
+    return found, reference()
+
+
+def test_a_plan_keeps_neither_tensors_nor_groups():
+    assert run_ranks(_kept, 2) == [([], None)] * 2
+
+
+def _large(rank, length, hosts):
     """Longer than messages and sums of Gloo that are short, and not divisible by the world size."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size() // hosts)  # as torchrun would set it
     size, first = dist.get_world_size(), torch.arange(float(length)).remainder(100_003)
     x = (first + rank).requires_grad_()
     one, everyone, copied = dac.reduce(x, 1), dac.all_reduce(x), dac.broadcast(x, 1)
@@ -78,13 +108,21 @@ def _large(rank, length):
     torch.testing.assert_close(copied, first + 1, rtol=0, atol=0)
     torch.testing.assert_close(x, first + rank, rtol=0, atol=0)
     (2 * one + 3 * everyone + 5 * copied).sum().backward()
-    return x.grad.unique().tolist()
+    gradients, x.grad = x.grad.unique().tolist(), None
+    parts = [x * (other + 1) for other in range(size)]
+    arrived = dac.all_to_all([torch.empty(length) for _ in parts], parts)
+    for other, part in enumerate(arrived):
+        torch.testing.assert_close(part, (first + other) * (rank + 1), rtol=0, atol=0)
+    sum(arrived).sum().backward()
+    return gradients, x.grad.unique().tolist()
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_large_sums_and_broadcasts(size):
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_large_sums_broadcasts_and_exchanges(size, hosts):
     gradients = [[2.0 + 3 * size + (5 * size if rank == 1 else 0)] for rank in range(size)]
-    assert run_ranks(_large, size, 500_001) == gradients
+    exchanged = [sum(range(1, size + 1))]
+    assert run_ranks(_large, size, 500_001, hosts) == [(own, exchanged) for own in gradients]
 
 
 def _ways(rank, lengths):

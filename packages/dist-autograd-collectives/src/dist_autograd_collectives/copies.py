@@ -138,8 +138,8 @@ def gather(
         group_dst: The destination's rank in the group, instead of ``dst``.
 
     Raises:
-        ValueError: This rank or the destination is not in the group, both ``dst`` and ``group_dst`` are
-            given, or ``grad`` is unknown. Before communication.
+        ValueError: This rank or the destination is not in the group, or both ``dst`` and ``group_dst`` are
+            given. Before communication.
 
     Source:
         ``torch.distributed.nn.functional.gather``.
@@ -173,7 +173,8 @@ def scatter(
         src: The source's rank in WORLD; 0 if neither is given.
         group: As for :func:`all_reduce`.
         group_src: The source's rank in the group, instead of ``src``.
-        like: A tensor with the shape and dtype that this rank gets; needed where ``tensors`` is ``None``.
+        like: A tensor with the shape and dtype that this rank gets; needed where ``tensors`` is ``None``. If
+            it needs a gradient, it gets zeros: see :func:`anchored`.
 
     Raises:
         ValueError: The list does not have W entries of one shape and dtype, or is missing at the source, or

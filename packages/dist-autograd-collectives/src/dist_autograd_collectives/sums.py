@@ -51,13 +51,14 @@ def all_reduce(
             adds 16-bit numbers in fp32, but above 64 KiB over more than two ranks in 16 bits.
         op: A ``ReduceOp`` or its name, as in ``"max"``. Instead of PREMUL_SUM, multiply the tensor first.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
-        grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
-            computes the same loss and that is counted once.
+        grad: What the ranks do next with the result: ``"sum"`` for different work, where the total loss is
+            the sum of the ranks' losses, or ``"replicated"`` for the same work, whose one loss counts once.
+            Under DDP always ``"sum"``.
 
     Raises:
         TypeError: ``op`` is unknown, or has no meaning for the dtype. Before communication.
         ValueError: This rank is not in the group, or ``grad`` is unknown. Before communication.
-        TensorMismatchError: With ``check``: on every rank, if the ranks' calls do not fit each other.
+        TensorMismatchError: In :func:`compare_calls`: on every rank, if the ranks' calls differ.
         CollectiveError: In backward, with the function's name, if that collective fails, for
             example because other ranks never reached it.
 
@@ -100,8 +101,8 @@ def reduce(
 
     Raises:
         TypeError: ``op`` is unknown, or has no meaning for the dtype. Before communication.
-        ValueError: This rank or the destination is not in the group, not exactly one of ``dst`` and
-            ``group_dst`` is given, or ``grad`` is unknown. Before communication.
+        ValueError: This rank or the destination is not in the group, or not exactly one of ``dst`` and
+            ``group_dst`` is given. Before communication.
 
     Cost:
         About the tensor's bytes twice forward, once backward.
