@@ -1,6 +1,5 @@
-"""The base of hook states: hosts, refusals until close(), forks, destroyed groups, hooks without buckets."""
+"""The base of hook states: hosts, refusals until close(), forks, destroyed groups."""
 
-import copy
 import ctypes
 import gc
 import os
@@ -10,7 +9,6 @@ import socket
 import sys
 import threading
 import time
-import warnings
 from pathlib import Path
 
 import pytest
@@ -18,10 +16,9 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from dist_utils import AgreementError, OrderedWorker
-from dist_utils.comm_hooks import BucketWatch, HookState, completed_future, failed_future
+from dist_utils.comm_hooks import HookState, failed_future
 from dist_utils.testing import patience, run_ranks
 from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
 
@@ -294,88 +291,3 @@ def _fails_in_its_hook(rank):
 def test_an_error_of_a_hook_ends_the_jobs_of_its_peers():
     _, kind = run_ranks(_fails_in_its_hook, 2)
     assert kind == "KeyError"
-
-
-class _Net(torch.nn.Module):
-    """Three layers, checkpointed reentrantly on request."""
-
-    def __init__(self, *, reentrant=False):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
-        self.reentrant = reentrant
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=True) if self.reentrant else layer(x)
-        return x
-
-
-def _passes(ddp, count=4):
-    """Run backward passes; return the warnings of each."""
-    found = []
-    for _ in range(count):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            ddp(torch.ones(2, 4, requires_grad=True)).sum().backward()
-        found.append([str(one.message) for one in caught])
-    return found
-
-
-def _in_use(ddp):
-    watch = BucketWatch(ddp, "MyState")
-
-    def hook(_, bucket):
-        watch.end()
-        return completed_future(bucket.buffer())
-
-    ddp.register_comm_hook(None, hook)
-    return _passes(ddp)
-
-
-def _watched(_):
-    found = {}
-    ddp = DistributedDataParallel(_Net())
-    BucketWatch(ddp, "MyState")
-    with ddp.no_sync():
-        found["no_sync"] = _passes(ddp)
-    copy.deepcopy(ddp.module)
-    pickle.dumps(ddp.module)
-    found["idle"] = _passes(ddp)
-    found["in use"] = _in_use(ddp)
-    found["reentrant"] = _in_use(DistributedDataParallel(_Net(reentrant=True)))
-
-    ddp = DistributedDataParallel(_Net())
-    watch = BucketWatch(ddp, "MyState")
-    found["ended"] = _passes(ddp, 1)
-    watch.end()
-    found["ended"] += _passes(ddp, 3)
-
-    BucketWatch(ddp, "MyState")
-    module = ddp.module
-    del ddp
-    found["model gone"] = _passes(module)
-
-    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        without_buckets = DistributedDataParallel(_Net())
-    BucketWatch(without_buckets, "MyState")
-    found["Python reducer"] = _passes(without_buckets)
-
-    ddp = DistributedDataParallel(_Net())
-    BucketWatch(ddp, "MyState")
-    warnings.simplefilter("error")
-    ddp(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(UserWarning, match="MyState"):
-        ddp(torch.ones(2, 4)).sum().backward()
-    ddp(torch.ones(2, 4)).sum().backward()  # only one pass has failed
-    return found
-
-
-def test_two_passes_without_a_bucket_warn_once():
-    for found in run_ranks(_watched, 2):
-        before, (warning,), *after = found.pop("idle")
-        assert (before, after) == ([], [[], []])
-        assert "2 backward passes" in warning
-        assert "MyState" in warning
-        assert "register_comm_hook(state, hook)" in warning
-        quiet = ("no_sync", "in use", "reentrant", "ended", "model gone", "Python reducer")
-        assert found == dict.fromkeys(quiet, [[]] * 4)

@@ -117,7 +117,7 @@ class AutoState(HookState):
         super().bind(ddp)
         for candidate in self.candidates.values():
             if candidate.bound is not None:
-                candidate.bound.bind(ddp).bucket_came()  # most get their first bucket late
+                candidate.bound.bind(ddp)
         return self
 
     def terms(self) -> dict[str, object]:

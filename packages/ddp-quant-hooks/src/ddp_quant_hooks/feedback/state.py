@@ -59,8 +59,9 @@ class FeedbackState(HookState):
         the states of a group in the same order: before their first buckets the ranks compare the names of the
         parameters and the numbers of the states, so that no two models are taken for each other.
 
-        If two backward passes of the model end and the state's hook has received no bucket, a warning says
-        so: the hook is not registered with this module, perhaps because a framework ignored it.
+        From now on ``optimizer.step()`` raises if it would use gradients of the model that were not averaged,
+        and warns if the hook is not registered with this module, perhaps because a framework ignored it; see
+        :class:`dist_utils.comm_hooks.BucketWatch`.
 
         Args:
             ddp: The ``DistributedDataParallel`` module whose gradients are averaged.

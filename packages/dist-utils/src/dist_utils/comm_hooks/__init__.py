@@ -1,6 +1,6 @@
 """Building blocks for authors of ``DistributedDataParallel`` communication hooks."""
 
-from dist_utils.comm_hooks.bucket_watch import BucketWatch
+from dist_utils.comm_hooks.bucket_watch import BucketWatch, UnaveragedGradientsError
 from dist_utils.comm_hooks.buckets import (
     CommHook,
     buckets_only,
@@ -25,6 +25,7 @@ __all__ = [
     "BucketWatch",
     "CommHook",
     "HookState",
+    "UnaveragedGradientsError",
     "buckets_only",
     "check_gradient_dtype",
     "checked_operation",

@@ -192,8 +192,9 @@ class HookState:
         A hook cannot know the group of its model: without this call, a state of another group averages over
         that one.
 
-        If two backward passes of the model end and the hook has got no bucket, a warning says so: the hook is
-        not registered with this module, or the framework that was told to register it has ignored it.
+        From now on ``optimizer.step()`` raises an :class:`UnaveragedGradientsError` if gradients of the model
+        came outside of ``no_sync()`` and in no bucket; see :class:`BucketWatch`. If the hook is not
+        registered with this module, perhaps because a framework has ignored it, a warning says so.
 
         A state that was in use is closed, as :meth:`close` does, so that the ranks compare its terms again:
         bind it on every rank. A state with an error keeps that.
@@ -216,20 +217,20 @@ class HookState:
         if self._worker is not None and self._worker.error is None:
             self.close()
         self._group = weakref.ref(group)
-        self.bucket_came()  # stop expecting buckets of an earlier model
-        self._watch = BucketWatch(ddp, type(self).__name__)
+        if self._watch is not None:
+            self._watch.end()  # of an earlier model
+        self._watch = BucketWatch(ddp, type(self).__name__, self)
         return self
 
     def bucket_came(self) -> None:
-        """Note that a bucket of the model has arrived, so the hook is in use."""
+        """Note that a bucket of the model has arrived, so all its gradients so far are averaged."""
         if self._watch is not None:
-            self._watch.end()
-            self._watch = None
+            self._watch.bucket_came()
 
     def begin_bucket(self, title: str, bucket: Bucket) -> None:
         """Begin a bucket: what every hook calls first, and what a subclass extends by its own preparations.
 
-        The hook is in use, as :meth:`bucket_came` notes, and all ranks give it the same bucket.
+        The bucket has arrived, as :meth:`bucket_came` notes, and all ranks give the hook the same one.
 
         Args:
             title: The name of the hook.
@@ -245,8 +246,8 @@ class HookState:
         """Return if all ranks give the same bucket to the same hook, or raise on all ranks.
 
         The state's :meth:`terms` are compared before the first bucket, and then what belongs to each bucket:
-        its index, dtype, length and sparsity. A refusal is raised again until :meth:`close`. The hook is in
-        use, as :meth:`bucket_came` notes.
+        its index, dtype, length and sparsity. A refusal is raised again until :meth:`close`. The bucket has
+        arrived, as :meth:`bucket_came` notes.
 
         A subclass that keeps what the ranks have agreed on elsewhere overrides this and
         :meth:`require_same_call`.

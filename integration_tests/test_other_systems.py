@@ -1,0 +1,27 @@
+"""All packages import where Linux's modules and functions are missing, and without compiled kernels."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import os, sys
+import torch, torch.distributed, torch.nn.parallel, torch.utils.checkpoint  # for this system
+sys.platform = "win32"
+for missing in ("geteuid", "getuid", "sched_getaffinity", "register_at_fork"):
+    if hasattr(os, missing):
+        delattr(os, missing)
+for missing in ("fcntl", "resource", "pwd", "grp", "termios"):
+    sys.modules[missing] = None
+import dist_utils, dist_utils.comm_hooks, dist_autograd_collectives, ddp_compress_hooks, ddp_optim_overlap
+import ddp_quant_hooks
+from ddp_quant_hooks.kernels import describe
+print(describe())
+"""
+
+
+def test_all_packages_import_without_what_only_linux_has():
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout

@@ -1,0 +1,186 @@
+"""Steps with gradients that came in no bucket raise; see also integration_tests/averaging_cases.py."""
+
+import copy
+import gc
+import pickle
+import re
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch._dynamo
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.checkpoint import checkpoint
+
+from dist_utils.comm_hooks import BucketWatch, UnaveragedGradientsError, completed_future
+from dist_utils.testing import run_ranks
+
+
+class _Net(torch.nn.Module):
+    """Three layers, checkpointed reentrantly on request."""
+
+    def __init__(self, layers=3, *, reentrant=False):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(layers))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True) if self.reentrant else layer(x)
+        return x
+
+
+class _State:
+    """What is registered as the state of a hook."""
+
+
+def _hook(watch):
+    def hook(state: _State, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        watch.bucket_came()
+        return completed_future(bucket.buffer())
+
+    return hook
+
+
+def _steps(forward, module, count=3):
+    """Step; return what each step was told."""
+    optimizer, found = torch.optim.SGD(module.parameters(), lr=0.1), []
+    for _ in range(count):
+        optimizer.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                forward(torch.ones(2, 4, requires_grad=True)).sum().backward()
+                optimizer.step()
+            except UnaveragedGradientsError as error:
+                found.append(f"error: {error}")
+            else:
+                found.append("".join(str(one.message) for one in caught if "bucket" in str(one.message)))
+    return found
+
+
+def _model(**options):
+    """Return a model whose hook and watch belong together."""
+    ddp, state = DistributedDataParallel(_Net(**options)), _State()
+    watch = BucketWatch(ddp, "MyState", state)
+    ddp.register_comm_hook(state, _hook(watch))
+    return ddp, watch
+
+
+def _watched(_):
+    found = {}
+    ddp = DistributedDataParallel(_Net())
+    BucketWatch(ddp, "MyState")
+    with ddp.no_sync():
+        found["no_sync"] = _steps(ddp, ddp)
+    copy.deepcopy(ddp.module)
+    pickle.dumps(ddp.module)
+    found["not registered"] = _steps(ddp, ddp)
+
+    ddp, _watch = _model()
+    found["in use"] = _steps(ddp, ddp)
+    found["no bucket"] = _steps(ddp.module, ddp)
+    found["in use again"] = _steps(ddp, ddp)
+    ddp, _watch = _model(reentrant=True)
+    found["reentrant"] = _steps(ddp, ddp)
+
+    ddp, watch = _model()
+    watch.paused = True
+    found["paused"] = _steps(ddp.module, ddp)
+    watch.paused = False
+    found["from the start"] = _steps(ddp.module, ddp)
+    watch.end()
+    found["ended"] = _steps(ddp.module, ddp)
+
+    ddp, _watch = _model()
+    later = DistributedDataParallel(ddp.module)
+    BucketWatch(later, "Later")
+    found["a later model's"] = _steps(later, later)
+
+    ddp, _watch = _model()
+    module = ddp.module
+    del ddp, _watch
+    found["model gone"] = _steps(module, module)
+
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        without_buckets = DistributedDataParallel(_Net())
+    BucketWatch(without_buckets, "MyState")
+    found["Python reducer"] = _steps(without_buckets, without_buckets)
+    return found
+
+
+def test_a_step_without_a_bucket_is_an_error_or_warns_once_about_a_hook_that_is_not_in_use():
+    for found in run_ranks(_watched, 2):
+        for unregistered, state in (("not registered", "MyState"), ("a later model's", "Later")):
+            warning, *after = found.pop(unregistered)
+            assert after == ["", ""]
+            assert f"the communication hook of the {state}" in warning
+            assert "register_comm_hook(state, hook)" in warning
+        for told in ("no bucket", "from the start"):
+            for error in found.pop(told):
+                assert error.startswith(
+                    "error: an optimizer was to step with gradients that were not averaged"
+                )
+                assert "'layers.0.weight', 'layers.1.weight', 'layers.2.weight' (and perhaps" in error
+        quiet = (
+            *("no_sync", "in use", "in use again", "reentrant", "paused", "ended", "model gone"),
+            "Python reducer",
+        )
+        assert found == dict.fromkeys(quiet, [""] * 3)
+
+
+def _alone(_):
+    ddp, _watch = _model()
+    return _steps(ddp.module, ddp)
+
+
+def test_a_single_rank_has_nothing_to_average():
+    assert run_ranks(_alone, 1) == [[""] * 3]
+
+
+def _large(_):
+    ddp, _watch = _model(layers=1000)
+    hooks = sum(bool(one._post_accumulate_grad_hooks) for one in ddp.parameters())
+    told = _steps(ddp.module, ddp, 1)
+    held = weakref.ref(ddp)
+    del ddp, _watch
+    gc.collect()
+    return hooks, told[0], held() is None
+
+
+def test_few_parameters_of_a_large_model_have_a_hook_and_the_model_is_not_kept():
+    for hooks, told, gone in run_ranks(_large, 2):
+        assert hooks == 250
+        assert re.search(r"'layers.\d+.weight' and \d+ more \(and perhaps", told)
+        assert gone
+
+
+def _closures(_):
+    """Closures are looked at before the step that follows them; other arguments arrive as they were."""
+    ddp, _watch = _model()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    before = [one.clone() for one in ddp.parameters()]
+    seen = []
+    handle = register_optimizer_step_post_hook(lambda _, args, kwargs: seen.append((len(args), list(kwargs))))
+
+    def closure(forward=ddp.module):
+        loss = forward(torch.ones(2, 4)).sum()
+        loss.backward()
+        return loss
+
+    for step in (lambda: optimizer.step(closure), lambda: optimizer.step(closure=closure)):
+        with pytest.raises(UnaveragedGradientsError) as caught:
+            step()
+        assert caught.value.parameters == ("layers.0.weight", "layers.1.weight", "layers.2.weight")
+        optimizer.zero_grad()
+    assert all(map(torch.equal, before, ddp.parameters()))
+    loss = optimizer.step(lambda: closure(ddp))
+    optimizer.step(closure=lambda: closure(ddp))
+    handle.remove()
+    return isinstance(loss, torch.Tensor), seen
+
+
+def test_a_closures_gradients_are_looked_at_before_the_step():
+    assert run_ranks(_closures, 2) == [(True, [(2, []), (1, ["closure"])])] * 2
