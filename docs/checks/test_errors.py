@@ -19,7 +19,14 @@ SOURCES = {
     for root in ROOT.glob("packages/*/src")
     for path in sorted(root.rglob("*.py"))
 }
-EXPLAINED_BY_THEMSELVES = {"IndexError", "KeyError", "NotImplementedError", "TypeError", "ValueError"}
+EXPLAINED_BY_THEMSELVES = {
+    "ArgumentTypeError",
+    "IndexError",
+    "KeyError",
+    "NotImplementedError",
+    "TypeError",
+    "ValueError",
+}
 IN_JOBS = ("ddp_quant_hooks/feedback/checkpoint.py", "ddp_quant_hooks/fsdp/")
 """Modules whose values are wrong when a job resumes or uses FSDP2, not when a program is written."""
 WARNINGS = {"warn", "warning"}

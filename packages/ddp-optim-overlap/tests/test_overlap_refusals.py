@@ -646,6 +646,23 @@ def check_static_later_with_two_dtypes():
     assert_same(snapshot(ddp), before)
 
 
+def check_a_sparse_weight_that_is_added():
+    """To an optimizer that cannot step it: refused before the step."""
+    net = torch.nn.Sequential(torch.nn.EmbeddingBag(4, 4, sparse=True), torch.nn.Linear(4, 4))
+    ddp, optimizer, _ = start(lambda ddp: torch.optim.Adam(ddp.module[1].parameters()), net=net)
+    x = torch.tensor([[0, 1]])
+    ddp(x).sum().backward()
+    optimizer.step()
+    ddp.zero_grad()
+    optimizer.add_param_group({"params": [net[0].weight]})
+    before = snapshot(ddp)
+    with pytest.raises(RuntimeError, match=r"0\.weight, whose gradient is sparse"):
+        ddp(x).sum().backward()
+    with pytest.raises(UnsupportedGradientError, match=r"0\.weight"):
+        optimizer.step()
+    assert_same(snapshot(ddp), before)
+
+
 def check_incomplete_backward():
     """A layer without gradients that DDP was not told of: some buckets never come."""
     ddp, optimizer, _ = start(options={"check": True})  # each bucket is stepped by itself

@@ -240,7 +240,7 @@ def overlap_optimizer(
     if sparse and clip is not None:
         raise ConfigError(f"gradients of {', '.join(sparse.values())} are sparse: they cannot be clipped")
 
-    overlapped = OverlappedOptimizers(optimizers, clip=clip)
+    overlapped = OverlappedOptimizers(optimizers, clip=clip, sparse=sparse)
     overlapped.require_averaged(averaged_parameters(ddp))
     engine = Engine(
         ddp.process_group,

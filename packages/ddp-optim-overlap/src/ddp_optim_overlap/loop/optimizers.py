@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -29,6 +29,7 @@ class OverlappedOptimizers(Stepper):
         optimizers: The user's optimizers. Each steps per parameter.
         clip: Limits gradients before a step.
         only: The parameters to step; ``None`` for all parameters of the optimizers.
+        sparse: Parameters of the model with sparse gradients, and their names: one may be added later.
 
     Attributes:
         parts: Step some of their parameters.
@@ -44,10 +45,12 @@ class OverlappedOptimizers(Stepper):
         *,
         clip: ClipPolicy | None = None,
         only: set[torch.Tensor] | None = None,
+        sparse: Mapping[torch.Tensor, str] | None = None,
     ) -> None:
         self._optimizers = optimizers
         self._clip = clip
         self._only = only
+        self._sparse = sparse or {}
         self.parts = [PartialSteps(one, reviewed=is_reviewed(one)) for one in optimizers]
         self.calls = StepCalls(optimizers)
         self._looked_at = 0
@@ -80,7 +83,7 @@ class OverlappedOptimizers(Stepper):
             for one in self._optimizers:
                 require_plain_options(one)
                 if is_reviewed(one):
-                    require_step_per_parameter(one, declared=False, sparse={})
+                    require_step_per_parameter(one, declared=False, sparse=self._sparse)
         self._require_no_pre_hooks()
         if self._clip is not None:
             self._clip.begin()
