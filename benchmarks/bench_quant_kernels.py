@@ -22,8 +22,8 @@ from harness import Benchmark, Found, in_turns, print_times, slowest
 
 from ddp_quant_hooks import kernels
 from ddp_quant_hooks.kernels import Layout, torch_ops
+from ddp_quant_hooks.kernels.call import KernelCall
 from ddp_quant_hooks.kernels.cpu import CpuKernels
-from ddp_quant_hooks.kernels.job import Job
 
 LAYOUT = Layout("int8", 128)
 ROTATED = replace(LAYOUT, rotate=True)
@@ -36,12 +36,12 @@ def jobs(count: int) -> dict[str, tuple[Callable[[], Any], float]]:
     values, restored = torch.randn(count), torch.empty(count)
     size = LAYOUT.message_bytes(count)
     message, other = (torch.empty(size, dtype=torch.uint8) for _ in range(2))
-    encode = Job([count], values, (), LAYOUT, [message], LAYOUT)
-    rotate = Job([count], values, (), ROTATED, [other], ROTATED)
+    encode = KernelCall([count], values, (), LAYOUT, [message], LAYOUT)
+    rotate = KernelCall([count], values, (), ROTATED, [other], ROTATED)
     heavy_tails = torch.distributions.StudentT(3.0).sample((count,))
-    rotate_heavy = Job([count], heavy_tails, (), ROTATED, [other], ROTATED)
-    decode = Job([count], restored, [[message]], LAYOUT, (), LAYOUT)
-    mean_of_2 = Job([count], restored, [[message, other]], LAYOUT, (), LAYOUT)
+    rotate_heavy = KernelCall([count], heavy_tails, (), ROTATED, [other], ROTATED)
+    decode = KernelCall([count], restored, [[message]], LAYOUT, (), LAYOUT)
+    mean_of_2 = KernelCall([count], restored, [[message, other]], LAYOUT, (), LAYOUT)
     shard = count // 4 // LAYOUT.block_size * LAYOUT.block_size
     part = torch.empty(LAYOUT.message_bytes(shard), dtype=torch.uint8)
     parts = [part.clone() for _ in range(4)]
@@ -49,7 +49,7 @@ def jobs(count: int) -> dict[str, tuple[Callable[[], Any], float]]:
         kernels.encode(values[:shard], one, LAYOUT)
     for one in (message, other):
         kernels.encode(values, one, LAYOUT)
-    reduce = Job([shard], None, [parts], LAYOUT, [part], LAYOUT)
+    reduce = KernelCall([shard], None, [parts], LAYOUT, [part], LAYOUT)
     found: dict[str, tuple[Callable[[], Any], float]] = {
         COPY: (lambda: restored.copy_(values), 8.0 * count),
         f"encode, {TORCH_OPS}": (lambda: torch_ops.run(encode), 4.0 * count + size),

@@ -20,13 +20,13 @@ INT8 = Layout("int8", 128)
 
 
 def encoded(values, layout=INT8, **residuals):
-    message = torch.empty(layout.message_bytes(values.numel()), dtype=torch.uint8)
+    message = torch.zeros(layout.message_bytes(values.numel()), dtype=torch.uint8)
     kernels.encode(values, message, layout, **residuals)
     return message
 
 
 def reduced(messages, count, layout, new_layout):
-    mean = torch.empty(new_layout.message_bytes(count), dtype=torch.uint8)
+    mean = torch.zeros(new_layout.message_bytes(count), dtype=torch.uint8)
     kernels.reduce(messages, layout, count, mean, new_layout)
     return mean
 

@@ -9,9 +9,12 @@ from itertools import product
 
 import pytest
 import torch
+from kernel_backends import computed_by
 
 from ddp_quant_hooks import kernels
+from ddp_quant_hooks.exchange.spans import shard_lengths
 from ddp_quant_hooks.kernels import Layout, torch_ops
+from ddp_quant_hooks.kernels.cuda import CudaKernels
 from ddp_quant_hooks.kernels.dispatch import backend_for
 from ddp_quant_hooks.kernels.programs import affine_program, block_program, compile_program
 from dist_utils.testing import run_ranks
@@ -27,18 +30,50 @@ def _every_program():
     """Yield every kernel for every dtype and format, for short and long blocks, and any alignment."""
     for layout in LAYOUTS:
         for dtype in kernels.VALUE_DTYPES:
-            yield block_program(layout, dtype=dtype, shards=2)
+            yield block_program(layout, dtype=dtype)
             yield block_program(layout, dtype=dtype, ranks=2)
             yield block_program(layout, dtype=dtype, residuals=True, aligned=False)
         for ranks in (2, 8, 100):
             yield block_program(layout, ranks=ranks, residuals=ranks == 2)
         for kind in ("int8", "int4", "fp16"):
             yield block_program(layout, Layout(kind, layout.block_size), ranks=4, aligned=False)
-    yield block_program(LAYOUTS[0], dtype=torch.float32, shards=40, ranks=2)
     for dtype, aligned in product(kernels.VALUE_DTYPES, (True, False)):
         for name in ("encode_short_channels", "find_extremes_of_long_channels", "encode_long_channels"):
             yield affine_program(name, dtype, aligned=aligned)
         yield affine_program("decode", dtype, aligned=aligned, ranks=8)
+
+
+class _Launches(CudaKernels):
+    """Notes which programs are launched, and launches none."""
+
+    def __init__(self):
+        self.programs = set()
+
+    def _start(self, program, work, width, height):
+        assert len(work) == 8 * program.words
+        assert width * height > 0
+        self.programs.add(program)
+
+
+@pytest.mark.parametrize("ranks", [3, 8, 100])
+def test_three_programs_average_buckets_of_any_length(ranks):
+    """Encode, reduce, decode: shards of any number and length, of which some may be empty, are aligned."""
+    gpu, layout = _Launches(), Layout("int8", 128, rotate=True)
+    for length in (*range(1, 400, 7), 1023, 4096, 99_999, 1_000_001):
+        values, lengths = torch.zeros(length), shard_lengths(length, ranks, 128)
+        sizes = [layout.message_bytes(shard) for shard in lengths]
+        messages = torch.split(torch.zeros(sum(sizes), dtype=torch.uint8), sizes)
+        shard = lengths[-1]
+        mean, *others = [torch.zeros(sizes[-1], dtype=torch.uint8) for _ in range(ranks)]
+        with computed_by(gpu):
+            kernels.encode_shards(values, messages, lengths, layout)
+            kernels.reduce([mean, *others], layout, shard, mean, layout)
+            kernels.decode_shards([[message] for message in messages], lengths, layout, values)
+    assert gpu.programs == {
+        block_program(layout, dtype=torch.float32),
+        block_program(layout, ranks=ranks),
+        block_program(layout, dtype=torch.float32, ranks=1),
+    }
 
 
 @pytest.fixture(autouse=True)

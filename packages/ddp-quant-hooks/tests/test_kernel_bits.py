@@ -77,7 +77,7 @@ def test_neither_threads_nor_flushing_change_a_bit():
         assert differences(everything(compiled, INT8, values), expected) == {}
         torch.set_num_threads(1)
         if torch.set_flush_denormal(True):
-            message, restored = torch.empty_like(expected["plain"]), torch.empty_like(values)
+            message, restored = torch.full_like(expected["plain"], 7), torch.empty_like(values)
             kernels.encode(values, message, INT8)
             kernels.decode([message], INT8, restored)
             torch.set_flush_denormal(False)

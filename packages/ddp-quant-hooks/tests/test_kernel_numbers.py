@@ -29,7 +29,12 @@ def test_a_message_is_integers_rounded_to_even_and_a_scale_for_each_block(kind):
         payload = [number & 255 for number in payload]
     else:  # two numbers in a byte, that of the first half of a block in the low bits
         payload = [low & 15 | (high & 15) << 4 for low, high in zip(first_halves, second_halves, strict=True)]
-    expected = [*payload, *torch.tensor([most, most]).float().view(torch.uint8).tolist()]
+    scales = torch.tensor([most, most]).float().view(torch.uint8).tolist()
+    expected = [
+        *payload,
+        *scales,
+        *[0] * 8,
+    ]  # up to a multiple of 16 bytes; not written
     assert encoded(values, layout).tolist() == expected
     with computed_by(torch_ops):
         assert encoded(values, layout).tolist() == expected

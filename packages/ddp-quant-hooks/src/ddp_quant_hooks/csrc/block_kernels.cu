@@ -1,6 +1,6 @@
 // The GPU kernels: encode, reduce and decode messages of quantized blocks.
 //
-// Python compiles this text with NVRTC for one kernel, dtype, format, block size and number of messages at a
+// Python compiles this text with NVRTC for one kernel, dtype, format, block size and number of ranks at a
 // time (kernels/programs.py): all of these are constants here. Messages have the layout of
 // cpu_kernels.cpp, and the arithmetic is that of block_math.h, so all backends give identical bits.
 //
@@ -25,12 +25,18 @@ struct Shard {  // consecutive values, and their message
     uint16_t* new_residual;    // bf16, gets the rounding error; null: not needed
 };
 
-// The parameter of a launch; shards are the grid's second dimension. Python makes it (`Shard` of kernels/job.py,
-// and messages), and every program asserts that both agree. Pointers that a kernel does not use are null.
-template <int kShards, int kMessages>
+// The parameter of a launch: a part for each row of the grid, of which there may be fewer. Python makes it (`Shard` of
+// kernels/call.py, and messages), and every program asserts that both agree. Pointers that a kernel does not use are
+// null.
+template <int kMessages>
+struct Part {
+    Shard shard;
+    const uint8_t* messages[kMessages];  // to average, in rank order
+};
+
+template <int kParts, int kMessages>
 struct Work {
-    Shard shards[kShards];
-    const uint8_t* messages[kMessages];  // to average: in rank order, one shard after another
+    Part<kMessages> parts[kParts];
 };
 
 // ---- a team's block ----
@@ -395,9 +401,9 @@ BLOCK_MATH void average(B& block, const uint8_t* const* messages) {
 
 // ---- the kernels; kRotate: whether blocks of their messages can be rotated ----
 
-template <class Value, bool kResiduals, class Numbers, int kBlock, bool kAligned, bool kRotate, int kShards>
-BLOCK_MATH void encode(const Work<kShards, 1>& work) {
-    const Shard& shard = work.shards[blockIdx.y];
+template <class Value, bool kResiduals, class Numbers, int kBlock, bool kAligned, bool kRotate, int kParts>
+BLOCK_MATH void encode(const Work<kParts, 1>& work) {
+    const Shard& shard = work.parts[blockIdx.y].shard;
     Block<Numbers, kBlock, 16 / sizeof(typename Value::Stored), kAligned> block(shard.values);
     block.template load_values<Value>(shard.tensor);
     encode_block<kResiduals, kRotate, false>(block, shard);
@@ -405,21 +411,21 @@ BLOCK_MATH void encode(const Work<kShards, 1>& work) {
 
 template <bool kResiduals, class Numbers, class NewNumbers, int kBlock, bool kAligned, bool kRotated, bool kRotate, int kRanks>
 BLOCK_MATH void reduce(const Work<1, kRanks>& work) {
-    const Shard& shard = work.shards[0];
+    const Shard& shard = work.parts[0].shard;
     constexpr int kUnit = 8;  // more values of a lane leave room for fewer threads, which wait for memory together
     Block<Numbers, kBlock, kUnit, kAligned> mean(shard.values);
-    average<kRotated, kRanks>(mean, work.messages);
+    average<kRotated, kRanks>(mean, work.parts[0].messages);
     Block<NewNumbers, kBlock, kUnit, kAligned> block(shard.values);
     memcpy(block.values, mean.values, sizeof block.values);
     encode_block<kResiduals, kRotate, true>(block, shard);
 }
 
-template <class Value, class Numbers, int kBlock, bool kAligned, bool kRotated, int kShards, int kRanks>
-BLOCK_MATH void decode(const Work<kShards, kShards * kRanks>& work) {
-    const Shard& shard = work.shards[blockIdx.y];
-    Block<Numbers, kBlock, 16 / sizeof(typename Value::Stored), kAligned> block(shard.values);
-    average<kRotated, kRanks>(block, work.messages + blockIdx.y * kRanks);
-    block.template store_values<Value>(shard.tensor);
+template <class Value, class Numbers, int kBlock, bool kAligned, bool kRotated, int kParts, int kRanks>
+BLOCK_MATH void decode(const Work<kParts, kRanks>& work) {
+    const Part<kRanks>& part = work.parts[blockIdx.y];
+    Block<Numbers, kBlock, 16 / sizeof(typename Value::Stored), kAligned> block(part.shard.values);
+    average<kRotated, kRanks>(block, part.messages);
+    block.template store_values<Value>(part.shard.tensor);
 }
 
 }  // namespace block_kernels

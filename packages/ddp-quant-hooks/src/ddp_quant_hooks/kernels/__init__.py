@@ -5,6 +5,7 @@ call them, and what is built on them, outside of compiled functions.
 """
 
 from ddp_quant_hooks.kernels.affine import AffineLayout
+from ddp_quant_hooks.kernels.call import VALUE_DTYPES
 from ddp_quant_hooks.kernels.dispatch import (
     affine_decode,
     affine_encode,
@@ -16,7 +17,6 @@ from ddp_quant_hooks.kernels.dispatch import (
     not_finite,
     reduce,
 )
-from ddp_quant_hooks.kernels.job import VALUE_DTYPES
 from ddp_quant_hooks.kernels.layout import Layout
 
 __all__ = [

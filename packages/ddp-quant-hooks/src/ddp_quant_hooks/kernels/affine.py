@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from ddp_quant_hooks.kernels.layout import is_integer
+from ddp_quant_hooks.kernels.layout import ALIGNMENT, is_integer
 
-_ALIGNMENT = 16
 _VALUES_AT_ONCE = 1 << 17
 """The most values that are processed at once, so that temporaries stay small."""
 
@@ -53,13 +52,13 @@ class AffineLayout:
 
     @property
     def _payload_bytes(self) -> int:
-        return -(-self.values // _ALIGNMENT) * _ALIGNMENT
+        return -(-self.values // ALIGNMENT) * ALIGNMENT
 
     @property
     def message_bytes(self) -> int:
         """The length of a message."""
         length = self._payload_bytes + 2 * self.channels * self.dtype.itemsize
-        return -(-length // _ALIGNMENT) * _ALIGNMENT  # so that the next message is aligned too
+        return -(-length // ALIGNMENT) * ALIGNMENT  # so that the next message is aligned too
 
     def payload(self, message: torch.Tensor) -> torch.Tensor:
         """Return the quantized values, uint8."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ddp_quant_hooks.kernels.affine import affine_decode, affine_encode
-from ddp_quant_hooks.kernels.job import Job
+from ddp_quant_hooks.kernels.call import KernelCall
 from ddp_quant_hooks.kernels.owned_files import refuse_foreign_file
 
 LIBRARY_VARIABLE = "DDP_QUANT_HOOKS_LIBRARY"
@@ -89,19 +89,19 @@ class CpuKernels:
         sets, threads = ", ".join(self.available), torch.get_num_threads()
         return f"compiled kernels with {self.instruction_set} (of {sets}), {threads} thread(s)"
 
-    def run(self, job: Job) -> None:
-        """Do a job; see :class:`ddp_quant_hooks.kernels.dispatch.Backend`."""
-        kernel = _ENCODE if not job.incoming else _REDUCE if job.outgoing else _DECODE
-        work = _Work(block=job.layout.block_size, ranks=job.ranks)
-        work.dtype = 0 if job.values is None else _DTYPES[job.values.dtype]
-        work.format, work.rotate = _FORMATS[job.layout.format], job.layout.rotate
-        work.message_format, work.message_rotate = _FORMATS[job.new_layout.format], job.new_layout.rotate
+    def run(self, call: KernelCall) -> None:
+        """Do a call; see :class:`ddp_quant_hooks.kernels.dispatch.Backend`."""
+        kernel = _ENCODE if not call.incoming else _REDUCE if call.outgoing else _DECODE
+        work = _Work(block=call.layout.block_size, ranks=call.ranks)
+        work.dtype = 0 if call.values is None else _DTYPES[call.values.dtype]
+        work.format, work.rotate = _FORMATS[call.layout.format], call.layout.rotate
+        work.message_format, work.message_rotate = _FORMATS[call.new_layout.format], call.new_layout.rotate
         threads = torch.get_num_threads()
-        for index, shard in enumerate(job.shards()):
+        for index, shard in enumerate(call.shards()):
             work.values, work.tensor, work.message, work.residual, work.new_residual = shard
-            if job.incoming:
-                addresses = [message.data_ptr() for message in job.incoming[index]]
-                work.messages = (ctypes.c_void_p * job.ranks)(*addresses)
+            if call.incoming:
+                addresses = [message.data_ptr() for message in call.incoming[index]]
+                work.messages = (ctypes.c_void_p * call.ranks)(*addresses)
             code = self._library.quant_run(kernel, self._index, threads, ctypes.byref(work))
             if code == _NO_MEMORY:
                 raise MemoryError("the compiled kernels had no memory for their threads")

@@ -8,16 +8,16 @@ import operator
 import struct
 import threading
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import torch
 
 from ddp_quant_hooks.kernels import torch_ops
 from ddp_quant_hooks.kernels.affine import AffineLayout
-from ddp_quant_hooks.kernels.job import VALUE_DTYPES, Job, Shard
-from ddp_quant_hooks.kernels.layout import Layout
+from ddp_quant_hooks.kernels.call import VALUE_DTYPES, KernelCall
+from ddp_quant_hooks.kernels.layout import ALIGNMENT, Layout
 from ddp_quant_hooks.kernels.programs import (
+    MOST_WORDS,
     THREADS,
     AffineWork,
     GpuProgram,
@@ -26,13 +26,9 @@ from ddp_quant_hooks.kernels.programs import (
     block_program,
     channels_are_short,
     compile_program,
+    most_shards,
 )
 
-_ALIGNMENT = 16
-
-# The parameter of a launch: ``Work`` of csrc/block_kernels.cu or csrc/affine_kernels.cu, all 64-bit words.
-_MOST_WORDS = 4096 // 8
-"""The most words of a parameter, on every architecture."""
 _MOST_THREAD_BLOCKS = 2**31 - 1
 
 _Parameters = ctypes.c_char_p * 1
@@ -75,30 +71,30 @@ class CudaKernels:
 
     # ---- blocks ----
 
-    def run(self, job: Job) -> None:
-        """Do a job, in one launch if all fits; see :class:`ddp_quant_hooks.kernels.dispatch.Backend`."""
-        at_a_time = _MOST_WORDS // (len(Shard._fields) + max(job.ranks, 1))
+    def run(self, call: KernelCall) -> None:
+        """Do a call, in one launch if all fits; see :class:`ddp_quant_hooks.kernels.dispatch.Backend`."""
+        at_a_time = most_shards(call.ranks)
         if at_a_time == 0:  # some 500 ranks
-            torch_ops.run(job)
+            torch_ops.run(call)
             return
-        filled = [(index, shard) for index, shard in enumerate(job.shards()) if shard.values]
+        filled = [(index, shard) for index, shard in enumerate(call.shards()) if shard.values]
         for first in range(0, len(filled), at_a_time):
-            indexes, shards = zip(*filled[first : first + at_a_time], strict=True)
-            incoming = [job.incoming[index] for index in indexes] if job.incoming else []
-            messages = [message.data_ptr() for of_shard in incoming for message in of_shard] or [0]
-            pointers = [pointer for shard in shards for pointer in shard[1:]]
+            work, pointers, most = list[int](), list[int](), 0
+            for index, shard in filled[first : first + at_a_time]:
+                messages = [message.data_ptr() for message in call.incoming[index]] if call.incoming else [0]
+                work += [*shard, *messages]
+                pointers += [*shard[1:], *messages]
+                most = max(most, shard.values)
             program = block_program(
-                job.layout,
-                job.new_layout,
-                dtype=None if job.values is None else job.values.dtype,
-                residuals=job.residual is not None or job.new_residual is not None,
-                shards=len(shards),
-                ranks=job.ranks,
-                aligned=_are_aligned(pointers + messages),
+                call.layout,
+                call.new_layout,
+                dtype=None if call.values is None else call.values.dtype,
+                residuals=call.residual is not None or call.new_residual is not None,
+                ranks=call.ranks,
+                aligned=_are_aligned(pointers),
             )
-            blocks = job.layout.blocks(max(shard.values for shard in shards))
-            width = -(-blocks // program.blocks_at_a_time)
-            self._launch(program, [*chain.from_iterable(shards), *messages], width, len(shards))
+            width = -(-call.layout.blocks(most) // program.blocks_at_a_time)
+            self._launch(program, work, width, min(at_a_time, len(filled) - first))
 
     # ---- PyTorch's 8-bit numbers ----
 
@@ -126,7 +122,7 @@ class CudaKernels:
         """Write the mean; see :func:`ddp_quant_hooks.kernels.affine_decode`."""
         ranks = len(messages)
         work = AffineWork(layout.values, layout.channel, values.data_ptr())
-        if values.dtype not in VALUE_DTYPES or len(work) + ranks > _MOST_WORDS:
+        if values.dtype not in VALUE_DTYPES or len(work) + ranks > MOST_WORDS:
             torch_ops.affine_decode(messages, layout, values)
             return
         addresses = [message.data_ptr() for message in messages]
@@ -137,10 +133,19 @@ class CudaKernels:
     # ---- launching ----
 
     def _launch(self, program: GpuProgram, work: list[int], width: int, height: int = 1) -> None:
-        """Launch ``width`` x ``height`` thread blocks."""
+        """Launch ``width`` x ``height`` thread blocks.
+
+        Args:
+            program: What to run.
+            work: The beginning of its parameter, ``Work`` of csrc/block_kernels.cu or csrc/affine_kernels.cu,
+                in 64-bit words.
+            width: Of the grid.
+            height: Likewise.
+        """
         if width > _MOST_THREAD_BLOCKS:
             raise ValueError(f"a GPU launches at most {_MOST_THREAD_BLOCKS} thread blocks, not {width}")
-        self._start(program, struct.pack(f"{len(work)}Q", *work), width, height)
+        missing = program.words - len(work)  # of shards that this launch does not have
+        self._start(program, struct.pack(f"{len(work)}Q{8 * missing}x", *work), width, height)
 
     def _start(self, program: GpuProgram, work: bytes, width: int, height: int) -> None:
         """Put a launch on torch's current stream."""
@@ -179,4 +184,4 @@ class CudaKernels:
 
 def _are_aligned(pointers: Sequence[int]) -> bool:
     """Return whether all are multiples of 16: no lower bit is set."""
-    return functools.reduce(operator.or_, pointers) % _ALIGNMENT == 0
+    return functools.reduce(operator.or_, pointers) % ALIGNMENT == 0

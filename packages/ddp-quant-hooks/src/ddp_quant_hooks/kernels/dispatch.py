@@ -13,9 +13,16 @@ import torch
 
 from ddp_quant_hooks.kernels import torch_ops
 from ddp_quant_hooks.kernels.affine import AffineLayout
+from ddp_quant_hooks.kernels.call import (
+    VALUE_DTYPES,
+    KernelCall,
+    check_flat,
+    check_messages,
+    mark_written,
+    refuse_overlap,
+)
 from ddp_quant_hooks.kernels.cpu import LIBRARY_VARIABLE, CpuKernels, library_path
 from ddp_quant_hooks.kernels.cuda import CudaKernels
-from ddp_quant_hooks.kernels.job import VALUE_DTYPES, Job, check_flat, check_messages, claim
 from ddp_quant_hooks.kernels.layout import Layout
 
 _log = logging.getLogger(__name__)
@@ -24,8 +31,8 @@ _log = logging.getLogger(__name__)
 class Backend(Protocol):
     """What computes on a device, with the same bits as every other backend. Arguments have been checked."""
 
-    def run(self, job: Job) -> None:
-        """Do a job that has values; shards may be empty."""
+    def run(self, call: KernelCall) -> None:
+        """Do a call that has values; shards may be empty."""
 
     def affine_encode(self, values: torch.Tensor, message: torch.Tensor, layout: AffineLayout) -> None:
         """Write the message of the values."""
@@ -96,7 +103,7 @@ def encode_shards(
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`encode`; or no message, or lengths of other values.
     """
-    _run(Job(lengths, values, (), layout, messages, layout, residual, new_residual))
+    _run(KernelCall(lengths, values, (), layout, messages, layout, residual, new_residual))
 
 
 def reduce(
@@ -130,7 +137,7 @@ def reduce(
         raise ValueError(
             f"the block sizes must be equal, got {layout.block_size} and {message_layout.block_size}"
         )
-    _run(Job([values], None, [messages], layout, [message], message_layout, residual, new_residual))
+    _run(KernelCall([values], None, [messages], layout, [message], message_layout, residual, new_residual))
 
 
 def decode(messages: Sequence[torch.Tensor], layout: Layout, values: torch.Tensor) -> None:
@@ -165,13 +172,13 @@ def decode_shards(
         TypeError, ValueError, RuntimeError: As :func:`decode`; or lengths of other values, or shards with
             different numbers of messages.
     """
-    _run(Job(lengths, values, messages, layout, (), layout))
+    _run(KernelCall(lengths, values, messages, layout, (), layout))
 
 
-def _run(job: Job) -> None:
-    job.check()
-    if any(job.lengths):
-        backend_for(job.device).run(job)
+def _run(call: KernelCall) -> None:
+    call.begin()
+    if any(call.lengths):
+        backend_for(call.device).run(call)
 
 
 def not_finite(messages: Sequence[torch.Tensor], lengths: Sequence[int], layout: Layout) -> torch.Tensor:
@@ -243,7 +250,9 @@ def _check_affine(
     named = [("message" if encodes else f"messages[{index}]", each) for index, each in enumerate(messages)]
     for name, message in named:
         check_flat(name, message, (torch.uint8,), layout.message_bytes, values.device, layout.dtype.itemsize)
-    claim([("values", values, not encodes), *((name, message, encodes) for name, message in named)])
+    uses = [("values", values, not encodes), *((name, message, encodes) for name, message in named)]
+    refuse_overlap(uses)
+    mark_written(uses)
 
 
 # ---- the backends ----

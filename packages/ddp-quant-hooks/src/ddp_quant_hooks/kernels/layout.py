@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """Version of the message format and of how values are chunked and sharded, equal on all ranks."""
 
 Format: TypeAlias = Literal["int8", "int4", "fp16"]
@@ -17,6 +17,8 @@ from -7 to 7, or a 16-bit float from -1 to 1."""
 _BITS = {"int8": 8, "int4": 4, "fp16": 16}
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 SCALE_BYTES = 4
+ALIGNMENT = 16
+"""Messages begin at multiples of so many bytes, where GPUs read and write most at a time."""
 
 
 def is_integer(number: object) -> bool:
@@ -27,6 +29,8 @@ def is_integer(number: object) -> bool:
 @dataclass(frozen=True)
 class Layout:
     """The layout of a message: ``[payload][one fp32 scale per block]``, without a header.
+
+    It is a multiple of 16 bytes long; nothing is ever written or read behind the last scale.
 
     Args:
         format: The format of the payload's numbers.
@@ -63,11 +67,13 @@ class Layout:
 
     def message_bytes(self, values: int) -> int:
         """Return the bytes of a message of ``values`` values."""
-        return self.payload_bytes(values) + SCALE_BYTES * self.blocks(values)
+        length = self.payload_bytes(values) + SCALE_BYTES * self.blocks(values)
+        return -(-length // ALIGNMENT) * ALIGNMENT  # so that the next message is aligned too
 
     def scales(self, message: torch.Tensor, values: int) -> torch.Tensor:
         """Return the fp32 scales in a message: the largest magnitude of each block, NaN if not finite.
 
         For a rotated block, it is the largest magnitude of its rotated values, with a minus sign.
         """
-        return message[self.payload_bytes(values) :].view(torch.float32)
+        start = self.payload_bytes(values)
+        return message[start : start + SCALE_BYTES * self.blocks(values)].view(torch.float32)

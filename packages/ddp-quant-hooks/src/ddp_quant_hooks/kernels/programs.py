@@ -1,7 +1,8 @@
 """The GPU kernels as text for NVRTC, and compiled: no GPU is needed for any of this.
 
-Each program has one kernel, for one dtype, format, block size and number of messages. Compiled code is kept
-on disk, for all processes of a user.
+Each program has one kernel, for one dtype, format, block size and number of messages whose mean it computes.
+A state needs few of them, whatever the lengths of its buckets are: these, and the number of shards, are known
+only when a kernel runs. Compiled code is kept on disk, for all processes of a user.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_quant_hooks.kernels.job import Shard
+from ddp_quant_hooks.kernels.call import Shard
 from ddp_quant_hooks.kernels.layout import Layout
 from ddp_quant_hooks.kernels.owned_files import make_own_folder, refuse_foreign_file
 
@@ -35,6 +36,8 @@ _VALUES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: 
 THREADS = 128
 """The number of threads in a thread block."""
 _WARP = 32
+MOST_WORDS = 4096 // 8
+"""The most words of a kernel's parameter, on every architecture."""
 _AFFINE_PIECE = 1 << 13
 _LONG_BLOCK = 512
 
@@ -57,6 +60,7 @@ class GpuProgram:
         file: The kernel's file in ``csrc``.
         call: The kernel with its template's arguments.
         work: The type of its only parameter.
+        words: The size of that, in 64-bit words.
         blocks_at_a_time: Blocks, or channels' pieces, that a thread block works on.
         checks: What must be true for the numbers here to be the kernel's, in C++.
         at_least: Thread blocks that a multiprocessor must have room for; 0: the compiler decides.
@@ -65,6 +69,7 @@ class GpuProgram:
     file: str
     call: str
     work: str
+    words: int
     blocks_at_a_time: int
     checks: str
     at_least: int = 0
@@ -104,6 +109,11 @@ def source(file: str) -> str:
     return "#define FOUR_AT_A_TIME\n" + expand(file)
 
 
+def most_shards(ranks: int) -> int:
+    """Return how many shards a launch has room for, each with the messages of so many ranks."""
+    return MOST_WORDS // (len(Shard._fields) + max(ranks, 1))
+
+
 @functools.cache  # called at every launch
 def block_program(
     layout: Layout,
@@ -111,7 +121,6 @@ def block_program(
     *,
     dtype: torch.dtype | None = None,
     aligned: bool = True,
-    shards: int = 1,
     ranks: int = 0,
     residuals: bool = False,
 ) -> GpuProgram:
@@ -122,34 +131,35 @@ def block_program(
         new_layout: Of the messages that are written after averaging; ``None``: ``layout``.
         dtype: Of the values that are encoded or decoded; ``None``: the mean of messages is encoded again.
         aligned: Whether all tensors and messages start at multiples of 16 bytes.
-        shards: The number of shards.
         ranks: How many messages are averaged; 0: values are encoded.
         residuals: Whether what is encoded has any.
     """
     new_layout = new_layout or layout
     numbers, new_numbers = _NUMBERS[layout.format], _NUMBERS[new_layout.format]
     block, rotate, unit = layout.block_size, layout.rotate, 8 if dtype is None else 16 // dtype.itemsize
+    parts = 1 if dtype is None else most_shards(ranks)
     arguments: list[Any]
     if dtype is None:
         name = "reduce"
         arguments = [residuals, numbers, new_numbers, block, aligned, rotate, new_layout.rotate]
     elif ranks:
-        name, arguments = "decode", [_VALUES[dtype], numbers, block, aligned, rotate, shards]
+        name, arguments = "decode", [_VALUES[dtype], numbers, block, aligned, rotate, parts]
     else:
-        name, arguments = "encode", [_VALUES[dtype], residuals, numbers, block, aligned, rotate, shards]
+        name, arguments = "encode", [_VALUES[dtype], residuals, numbers, block, aligned, rotate, parts]
     call = _call(name, *arguments, *([ranks] if ranks else []))
-    work = f"Work<{shards}, {shards * ranks or 1}>"
+    work = f"Work<{parts}, {max(ranks, 1)}>"
+    words = parts * (len(Shard._fields) + max(ranks, 1))
     teams = THREADS // min(_WARP, block // 2 // unit)  # a lane has at least one unit of each half
     checks = [
         f"kThreads == {THREADS}",
         f"{_call('Block', numbers, block, unit, aligned)}::kTeams == {teams}",
         f"sizeof(Shard) == {8 * len(Shard._fields)}",
-        f"sizeof({work}) == {8 * (len(Shard._fields) * shards + (shards * ranks or 1))}",
+        f"sizeof({work}) == {8 * words}",
     ]
     # Without this bound the compiler gives some of these kernels too few registers, so that they spill.
     rotates_long_blocks = name == "decode" and rotate and block >= _LONG_BLOCK
     at_least = 4 if residuals or rotates_long_blocks else 0
-    return GpuProgram("block_kernels.cu", call, work, teams, " && ".join(checks), at_least)
+    return GpuProgram("block_kernels.cu", call, work, words, teams, " && ".join(checks), at_least)
 
 
 def _call(template: str, *arguments: object) -> str:
@@ -171,9 +181,10 @@ def affine_program(kernel: str, dtype: torch.dtype, *, aligned: bool = True, ran
     """
     call = _call(kernel, _VALUES[dtype], aligned, *([ranks] if kernel == "decode" else []))
     work = f"Work<{ranks}>"
-    size = f"sizeof({work}) == {8 * (len(AffineWork._fields) + ranks)}"
+    words = len(AffineWork._fields) + ranks
+    size = f"sizeof({work}) == {8 * words}"
     checks = " && ".join([f"kThreads == {THREADS}", f"kPiece == {_AFFINE_PIECE}", size])
-    return GpuProgram("affine_kernels.cu", call, work, 1, checks)
+    return GpuProgram("affine_kernels.cu", call, work, words, 1, checks)
 
 
 def affine_pieces(values: int, channel: int) -> int:

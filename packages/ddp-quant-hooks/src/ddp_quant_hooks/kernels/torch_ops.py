@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from ddp_quant_hooks.kernels import rotation
 from ddp_quant_hooks.kernels.affine import affine_decode, affine_encode
-from ddp_quant_hooks.kernels.job import Job
+from ddp_quant_hooks.kernels.call import KernelCall
 from ddp_quant_hooks.kernels.layout import Format, Layout
 
 __all__ = ["affine_decode", "affine_encode", "run"]
@@ -25,24 +25,24 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 @torch.no_grad()
-def run(job: Job) -> None:
-    """Do a job; see :class:`ddp_quant_hooks.kernels.dispatch.Backend`."""
-    lengths = list(job.lengths)
+def run(call: KernelCall) -> None:
+    """Do a call; see :class:`ddp_quant_hooks.kernels.dispatch.Backend`."""
+    lengths = list(call.lengths)
     parts, residuals, new_residuals = (
         [None] * len(lengths) if tensor is None else tensor.split_with_sizes(lengths)
-        for tensor in (job.values, job.residual, job.new_residual)
+        for tensor in (call.values, call.residual, call.new_residual)
     )
     for index, (count, part) in enumerate(zip(lengths, parts, strict=True)):
         if count == 0:
             continue
-        if job.incoming:
-            blocks = _mean(job.incoming[index], job.layout, count)
+        if call.incoming:
+            blocks = _mean(call.incoming[index], call.layout, count)
         else:
             assert part is not None
-            blocks = _in_blocks(part.float(), job.layout)
-        if job.outgoing:
+            blocks = _in_blocks(part.float(), call.layout)
+        if call.outgoing:
             kept, lost = residuals[index], new_residuals[index]
-            _encode_blocks(blocks, count, job.outgoing[index], job.new_layout, kept, lost)
+            _encode_blocks(blocks, count, call.outgoing[index], call.new_layout, kept, lost)
         elif part is not None:
             _store(blocks.flatten()[:count], part)
 

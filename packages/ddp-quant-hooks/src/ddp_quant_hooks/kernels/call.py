@@ -1,4 +1,4 @@
-"""What a kernel gets: one job, checked before anything is written, whichever backend will run."""
+"""What a kernel gets: one call, checked before anything is written, whichever backend will run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _RESIDUAL_DTYPES = (torch.bfloat16,)
 """fp16 lacks the range: rounding errors of small gradients would be zero."""
 
-Claims: TypeAlias = list[tuple[str, torch.Tensor, bool]]
+Uses: TypeAlias = list[tuple[str, torch.Tensor, bool]]
 """Tensors, each with its name in errors, and whether it is written."""
 
 
@@ -30,7 +30,7 @@ class Shard(NamedTuple):
     new_residual: int
 
 
-class Job(NamedTuple):
+class KernelCall(NamedTuple):
     """Values, or means of messages, become messages or values, shard by shard.
 
     Attributes:
@@ -65,8 +65,8 @@ class Job(NamedTuple):
 
     def shards(self) -> list[Shard]:
         """Return the addresses of all shards, without the time to make tensors of their parts."""
-        places = map(_place, (self.values, self.residual, self.new_residual))
-        (tensor, size), (before, kept), (after, lost) = places
+        pointers = map(_pointer, (self.values, self.residual, self.new_residual))
+        (tensor, size), (before, kept), (after, lost) = pointers
         messages = [message.data_ptr() for message in self.outgoing] or [0] * len(self.lengths)
         starts = [0, *accumulate(self.lengths)][:-1]
         return [
@@ -74,7 +74,7 @@ class Job(NamedTuple):
             for length, start, message in zip(self.lengths, starts, messages, strict=True)
         ]
 
-    def check(self) -> None:
+    def begin(self) -> None:
         """Raise unless a kernel can do this, and tell autograd of what it writes."""
         if not (self.incoming or self.outgoing) or not all(map(len, self.incoming)):
             raise ValueError("there must be at least one message")
@@ -90,21 +90,22 @@ class Job(NamedTuple):
             (f"messages[{shard}]" if several else "message", message, length)
             for shard, (message, length) in enumerate(zip(self.outgoing, self.lengths, strict=False))
         ]
-        tensors: Claims = []
+        uses: Uses = []
         if values is not None:
             check_flat("values", values, VALUE_DTYPES, count, device)
-            tensors.append(("values", values, not outgoing))
+            uses.append(("values", values, not outgoing))
         check_messages(incoming, self.layout, device)
         check_messages(outgoing, self.new_layout, device)
         for name, tensor in (("residual", self.residual), ("new_residual", self.new_residual)):
             if tensor is not None:
                 check_flat(name, tensor, _RESIDUAL_DTYPES, count, device)
-                tensors.append((name, tensor, name == "new_residual"))
+                uses.append((name, tensor, name == "new_residual"))
         if incoming and outgoing and self.layout == self.new_layout:  # a block is read before it is written
             in_place = self.outgoing[0].data_ptr()
-        tensors += [(name, each, True) for name, each, _ in outgoing]
-        tensors += [(name, each, False) for name, each, _ in incoming if each.data_ptr() != in_place]
-        claim(tensors)
+        uses += [(name, each, True) for name, each, _ in outgoing]
+        uses += [(name, each, False) for name, each, _ in incoming if each.data_ptr() != in_place]
+        refuse_overlap(uses)
+        mark_written(uses)
 
     def _check_lengths(self) -> None:
         lengths = self.lengths
@@ -156,15 +157,15 @@ def check_messages(
         check_flat(name, message, (torch.uint8,), sizes[length], device, SCALE_BYTES)
 
 
-def claim(tensors: Claims) -> None:
-    """Refuse what must not be written, and tell autograd of the rest: it does not see compiled kernels.
+def refuse_overlap(uses: Uses) -> None:
+    """Raise if a kernel would write what it uses for something else, too.
 
     Args:
-        tensors: All that a kernel uses, contiguous; with names, and whether they are written.
+        uses: All tensors that it uses, contiguous.
     """
     spans = sorted(
         (start := tensor.data_ptr(), start + size, writes, name)
-        for name, tensor, writes in tensors
+        for name, tensor, writes in uses
         if (size := tensor.nbytes)
     )
     end = written_end = 0  # of all spans so far
@@ -177,8 +178,12 @@ def claim(tensors: Claims) -> None:
         end = max(end, stop)
         if writes:
             written_end = max(written_end, stop)
-    written = [(name, tensor) for name, tensor, writes in tensors if writes]
-    for name, tensor in written:  # as torch's in-place operators refuse leaves
+
+
+def mark_written(uses: Uses) -> None:
+    """Tell autograd of what a kernel writes, which it does not see; refuse leaves, as torch does."""
+    written = [(name, tensor) for name, tensor, writes in uses if writes]
+    for name, tensor in written:
         if tensor.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"the kernels write in place and have no gradient, but {name}, which they would write, "
@@ -188,6 +193,6 @@ def claim(tensors: Claims) -> None:
     torch.autograd.graph.increment_version([tensor for _, tensor in written if not tensor.is_inference()])
 
 
-def _place(tensor: torch.Tensor | None) -> tuple[int, int]:
+def _pointer(tensor: torch.Tensor | None) -> tuple[int, int]:
     """Return where a tensor starts and how long its elements are; twice 0 if there is none."""
     return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.element_size())
