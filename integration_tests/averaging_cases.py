@@ -22,7 +22,7 @@ from ddp_optim_overlap import overlap_optimizer
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 from dist_utils import sync_params_and_buffers
 
-KINDS = ("8 bits", "16 bits")
+KINDS = ("8 bits", "16 bits", "overlap", "overlap of 8 bits")
 
 
 class Answer:

@@ -34,7 +34,7 @@ from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.passes.phase import Phase
 from ddp_optim_overlap.passes.release import GradientRelease
 from ddp_optim_overlap.report import StepReport
-from dist_utils.comm_hooks import CommHook
+from dist_utils.comm_hooks import BucketWatch, CommHook
 from dist_utils.torch_compat import GradBucket, inside_backward
 
 if TYPE_CHECKING:
@@ -51,10 +51,15 @@ class OverlapHandle:
     """
 
     def __init__(
-        self, engine: Engine, optimizers: tuple[torch.optim.Optimizer, ...], calls: StepCalls
+        self,
+        engine: Engine,
+        optimizers: tuple[torch.optim.Optimizer, ...],
+        calls: StepCalls,
+        watch: BucketWatch,
     ) -> None:
         self.optimizers = optimizers
         self._engine = engine
+        self._watch = watch
         self._calls = calls
 
     def wait(self, timeout: float | None = None) -> StepReport:
@@ -87,10 +92,11 @@ class OverlapHandle:
         Use it on every rank: for evaluation with gradients, and for accumulation without ``no_sync()``.
         """
         before, self._engine.paused = self._engine.paused, True
+        self._watch.paused = True
         try:
             yield
         finally:
-            self._engine.paused = before
+            self._watch.paused = self._engine.paused = before
 
     def remove(self) -> None:
         """End the overlap: the hook still averages, and the ordinary loop steps.
@@ -120,8 +126,9 @@ class _HookSlot:
     averages as plain DDP does, until :func:`overlap_optimizer` is called for it.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, ddp: DistributedDataParallel) -> None:
         self.engine: Engine | None = engine
+        self.watch = BucketWatch(ddp, "the overlapped step", self)
 
     def __getstate__(self) -> dict[str, None]:
         return {"engine": None}
@@ -136,6 +143,7 @@ def overlapped_step_hook(state: _HookSlot, bucket: GradBucket) -> torch.futures.
     """Average a bucket and step its parameters; :func:`overlap_optimizer` registers this hook."""
     if state.engine is None:
         raise ConfigError("a copied hook has no engine: call overlap_optimizer() for this model")
+    state.watch.bucket_came()
     return state.engine.take(bucket)
 
 
@@ -256,14 +264,14 @@ def overlap_optimizer(
     try:
         overlapped.attach(engine)
         if slot is None:
-            slot = _HookSlot(engine)
+            slot = _HookSlot(engine, ddp)
             register_comm_hook(ddp, slot, overlapped_step_hook)
             weakref.finalize(ddp, slot.remove).atexit = False
     except BaseException:
         engine.remove()
         raise
     slot.engine = engine
-    return OverlapHandle(engine, optimizers, overlapped.calls)
+    return OverlapHandle(engine, optimizers, overlapped.calls, slot.watch)
 
 
 def _require_arguments(
