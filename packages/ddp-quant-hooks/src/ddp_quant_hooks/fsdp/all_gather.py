@@ -86,10 +86,10 @@ def quantize_all_gather(
             raises it if ``fully_shard`` was applied to more modules afterwards, and any pass if a peer fails.
 
     Cost:
-        Collective, over the store. A gather sends 1.03 bytes a value instead of two or four, among as many
-        ranks as FSDP's own, with the same process group and on the same stream. While it runs it needs memory
-        for as many bytes as the module has values. Encoding and decoding take about a nanosecond a value on
-        one core, and little on a GPU.
+        Collective, over the store, in every group that shares shards. A gather sends 1.03 bytes a value
+        instead of two or four, in FSDP's own process group and on its stream, and waits where FSDP's own
+        does. While it runs it needs memory for as many bytes as the module has values. Decoding takes about a
+        nanosecond a value on one core.
 
     Example:
         >>> fully_shard(model, reshard_after_forward=ranks_per_host)  # doctest: +SKIP
