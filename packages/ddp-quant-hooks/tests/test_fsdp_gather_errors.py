@@ -197,13 +197,13 @@ def test_a_peer_that_dies_is_an_error_on_the_others():
     assert all(count < 18 for rank, count in enumerate(found) if rank != 2)
 
 
-def _stops(rank, how):
+def _stops(rank, how, seconds):
     net = shard_layers(watched_layers(), init_device_mesh("cpu", (2,)))
     quantize_all_gather(net, min_bytes=0)
     backward(net, 0)
     began = time.monotonic()
     if rank == 1 and how == "stops":
-        time.sleep(patience(8.0))
+        time.sleep(1.5 * seconds)
         return 0.0
     if rank == 1:
 
@@ -221,8 +221,9 @@ def _stops(rank, how):
 @needs_custom_gathers
 @pytest.mark.parametrize("how", ["stops", pytest.param("fails", marks=pytest.mark.exhaustive)])
 def test_a_peer_that_stops_or_fails_is_an_error_within_the_groups_timeout(how):
-    waited, _ = run_ranks(_stops, 2, how, group_timeout=patience(4.0), timeout=60)
-    assert waited < patience(4.0) * 2
+    seconds = patience(4.0)  # once: it depends on how busy the machine is now
+    waited, _ = run_ranks(_stops, 2, how, seconds, group_timeout=seconds, timeout=100)
+    assert waited < 2 * seconds
 
 
 @needs_custom_gathers
