@@ -160,7 +160,7 @@ class HookState:
         Raises:
             ValueError: It was destroyed.
         """
-        return group_behind(self._group)
+        return resolve_group(None if self._group is None else group_behind(self._group))
 
     @property
     def worker(self) -> OrderedWorker:

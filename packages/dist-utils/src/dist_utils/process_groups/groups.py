@@ -76,20 +76,16 @@ def resolve_group(group: GroupLike = None) -> dist.ProcessGroup:
     return group
 
 
-def group_behind(reference: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup:
+def group_behind(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     """Return the group of something that does not keep it alive: torch's registry does, until its end.
 
-    Args:
-        reference: The group; ``None`` for WORLD.
-
     Raises:
-        ValueError: The group was destroyed.
-        RuntimeError: There is no default process group yet.
+        ValueError: The group was destroyed, and nothing else keeps it.
     """
-    group = None if reference is None else reference()
-    if group is None and reference is not None:
+    group = reference()
+    if group is None:
         raise ValueError(_DESTROYED)
-    return resolve_group(group)
+    return group
 
 
 def group_rank(group: GroupLike, global_rank: int) -> int:
