@@ -16,7 +16,7 @@ from ddp_quant_hooks.exchange.spans import shard_lengths
 from ddp_quant_hooks.kernels import Layout, torch_ops
 from ddp_quant_hooks.kernels.cuda import CudaKernels
 from ddp_quant_hooks.kernels.dispatch import backend_for
-from ddp_quant_hooks.kernels.programs import affine_program, block_program, compile_program
+from ddp_quant_hooks.kernels.programs import affine_program, block_program, compile_program, low_rank_program
 from dist_utils.testing import run_ranks
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100", "sm_120"]
@@ -41,6 +41,10 @@ def _every_program():
         for name in ("encode_short_channels", "find_extremes_of_long_channels", "encode_long_channels"):
             yield affine_program(name, dtype, aligned=aligned)
         yield affine_program("decode", dtype, aligned=aligned, ranks=8)
+    for name, dtype in product(("multiply", "multiply_block", "restore"), kernels.VALUE_DTYPES):
+        yield low_rank_program(name, dtype)
+    for name in ("add_blocks", "find_basis", "follow"):
+        yield low_rank_program(name)
 
 
 class _Launches(CudaKernels):

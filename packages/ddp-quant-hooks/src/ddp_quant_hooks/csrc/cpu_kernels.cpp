@@ -6,8 +6,10 @@
 // give identical bits.
 
 #include <algorithm>
+#include <atomic>
 #include <cfenv>
 #include <exception>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -15,6 +17,7 @@
 #include <immintrin.h>
 #endif
 
+#include "cpu_low_rank.h"
 #include "cpu_rotation.h"
 
 namespace {
@@ -237,6 +240,14 @@ struct BlockKernels {  // by format, and by dtype
     void (*store[3])(const float*, int64_t, void*);
 };
 
+using LowRankKernel = void (*)(const cpu_low_rank::Work&, int64_t, int64_t);
+
+struct LowRankKernels {  // by dtype; each does some rows, or columns, of a matrix
+    LowRankKernel multiply[3], multiply_transposed[3], restore[3];
+    void (*find_basis)(const cpu_low_rank::Work&);
+    void (*follow)(const cpu_low_rank::Work&);
+};
+
 // Half a block can be shorter than a vector: if the compiler knows the length, it uses shorter vectors.
 #define WITH_USUAL_BLOCKS(length, CALL)                                                                        \
     switch (length) {                                                                                          \
@@ -271,6 +282,25 @@ struct BlockKernels {  // by format, and by dtype
                                    {mean<Int8>, mean<Int4>, mean<Fp16>},                                       \
                                    {load<Float32>, load<BFloat16>, load<Float16>},                             \
                                    {store<Float32>, store<BFloat16>, store<Float16>}};                         \
+    template <class Value>                                                                                     \
+    TARGET void multiply(const cpu_low_rank::Work& work, int64_t first, int64_t last) {                        \
+        cpu_low_rank::multiply<LANES, Value>(work, first, last);                                               \
+    }                                                                                                          \
+    template <class Value>                                                                                     \
+    TARGET void multiply_transposed(const cpu_low_rank::Work& work, int64_t first, int64_t last) {             \
+        cpu_low_rank::multiply_transposed<LANES, Value>(work, first, last);                                    \
+    }                                                                                                          \
+    template <class Value>                                                                                     \
+    TARGET void restore(const cpu_low_rank::Work& work, int64_t first, int64_t last) {                         \
+        cpu_low_rank::restore<LANES, Value>(work, first, last);                                                \
+    }                                                                                                          \
+    TARGET void find_basis(const cpu_low_rank::Work& work) { cpu_low_rank::find_basis(work); }                 \
+    TARGET void follow(const cpu_low_rank::Work& work) { cpu_low_rank::follow(work); }                         \
+    constexpr LowRankKernels low_rank{                                                                         \
+        {multiply<Float32>, multiply<BFloat16>, multiply<Float16>},                                            \
+        {multiply_transposed<Float32>, multiply_transposed<BFloat16>, multiply_transposed<Float16>},           \
+        {restore<Float32>, restore<BFloat16>, restore<Float16>},                                               \
+        find_basis, follow};                                                                                   \
     }
 
 // `baseline` is what the compiler may always assume: SSE2 on x86-64, NEON on 64-bit ARM.
@@ -374,6 +404,7 @@ using Kernel = void (*)(const BlockKernels&, const Work&, int64_t, int64_t);
 struct InstructionSet {
     const char* name;
     const BlockKernels* kernels;
+    const LowRankKernels* low_rank;
 };
 
 std::vector<InstructionSet> instruction_sets() {  // of this processor, the best first
@@ -381,43 +412,85 @@ std::vector<InstructionSet> instruction_sets() {  // of this processor, the best
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        sets.push_back({"AVX-512", &avx512::kernels});
-    if (__builtin_cpu_supports("avx2")) sets.push_back({"AVX2", &avx2::kernels});
-    sets.push_back({"SSE2", &baseline::kernels});
+        sets.push_back({"AVX-512", &avx512::kernels, &avx512::low_rank});
+    if (__builtin_cpu_supports("avx2")) sets.push_back({"AVX2", &avx2::kernels, &avx2::low_rank});
+    sets.push_back({"SSE2", &baseline::kernels, &baseline::low_rank});
 #elif defined(__aarch64__)
-    sets.push_back({"NEON", &baseline::kernels});
+    sets.push_back({"NEON", &baseline::kernels, &baseline::low_rank});
 #else
-    sets.push_back({"scalar", &baseline::kernels});
+    sets.push_back({"scalar", &baseline::kernels, &baseline::low_rank});
 #endif
     return sets;
 }
 
-void run_range(Kernel kernel, const BlockKernels& kernels, const Work& work, int64_t first, int64_t last) {
+// Does its part in an environment of its own. Returns whether there was enough memory.
+template <class Part>
+bool run_part(const Part& part, int64_t first, int64_t last) {
     // Torch can make its threads flush subnormal numbers to zero, which would change bits on this rank only.
     std::fenv_t environment;
     std::feholdexcept(&environment);
     std::fesetenv(FE_DFL_ENV);
-    kernel(kernels, work, first, last);
+    bool done = true;
+    try {
+        part(first, last);
+    } catch (const std::bad_alloc&) {
+        done = false;
+    }
     std::fesetenv(&environment);
+    return done;
 }
 
-void run(Kernel kernel, const BlockKernels& kernels, int threads, const Work& work) {
-    int64_t blocks = blocks_of(work.values, work.block);
-    int64_t parts = std::clamp<int64_t>(work.values / kValuesPerThread, 1, std::max(threads, 1));
+// Divides `count` pieces of work among at most so many threads. Throws if there is not enough memory.
+template <class Part>
+void divide(int64_t count, int64_t parts, const Part& part) {
+    std::atomic<bool> done = true;
+    auto of_thread = [&](int64_t first, int64_t last) {
+        if (!run_part(part, first, last)) done = false;
+    };
     std::vector<std::thread> others;
     others.reserve(parts);  // nothing below may throw while threads run
     int64_t first = 0;
-    for (int64_t part = 1; part < parts; ++part) {
-        int64_t last = blocks * part / parts;
+    for (int64_t number = 1; number < parts; ++number) {
+        int64_t last = count * number / parts;
         try {
-            others.emplace_back(run_range, kernel, std::cref(kernels), std::cref(work), first, last);
+            others.emplace_back(of_thread, first, last);
         } catch (const std::exception&) {  // no more threads available: this one does the rest
             break;
         }
         first = last;
     }
-    run_range(kernel, kernels, work, first, blocks);
+    of_thread(first, count);
     for (auto& other : others) other.join();
+    if (!done) throw std::bad_alloc();
+}
+
+int64_t parts_of(int64_t values, int threads) {
+    return std::clamp<int64_t>(values / kValuesPerThread, 1, std::max(threads, 1));
+}
+
+void run(Kernel kernel, const BlockKernels& kernels, int threads, const Work& work) {
+    auto part = [&](int64_t first, int64_t last) { kernel(kernels, work, first, last); };
+    divide(blocks_of(work.values, work.block), parts_of(work.values, threads), part);
+}
+
+enum LowRank { kMultiply, kMultiplyTransposed, kRestore, kFindBasis, kFollow };
+
+void run_low_rank(int which, const LowRankKernels& kernels, int threads, const cpu_low_rank::Work& work) {
+    if (which >= kFindBasis) {  // of factors alone
+        auto whole = which == kFindBasis ? kernels.find_basis : kernels.follow;
+        return divide(1, 1, [&](int64_t, int64_t) { whole(work); });
+    }
+    const LowRankKernel* by_dtype = which == kMultiply ? kernels.multiply
+                                    : which == kMultiplyTransposed ? kernels.multiply_transposed
+                                                                   : kernels.restore;
+    // Threads share the rows or the columns, a cache line of them at a time.
+    int64_t length = which == kMultiplyTransposed ? work.columns : work.rows;
+    int64_t pieces = (length + cpu_low_rank::kSums - 1) / cpu_low_rank::kSums;
+    auto part = [&](int64_t first, int64_t last) {
+        if (first < last)
+            by_dtype[work.dtype](work, first * cpu_low_rank::kSums, std::min(last * cpu_low_rank::kSums, length));
+    };
+    divide(pieces, parts_of(work.rows * work.columns, threads), part);
 }
 
 }  // namespace
@@ -436,7 +509,7 @@ EXPORTED const char* quant_instruction_set(int index) {
 
 // The version of the functions here and of Work. A library that was built from other sources must not be
 // called.
-EXPORTED int quant_abi() { return 3; }
+EXPORTED int quant_abi() { return 4; }
 
 // Returns 0; 1 if there is no such kernel, or no such instruction set on this processor; 2 without enough
 // memory.
@@ -445,6 +518,17 @@ EXPORTED int quant_run(int kernel, int instruction_set, int threads, const Work*
     if (kernel < 0 || kernel >= 3 || !quant_instruction_set(instruction_set)) return 1;
     try {
         run(all[kernel], *instruction_sets()[instruction_set].kernels, threads, *work);
+    } catch (const std::exception&) {
+        return 2;
+    }
+    return 0;
+}
+
+// Does as quant_run, for products of a gradient and its factors.
+EXPORTED int quant_low_rank(int kernel, int instruction_set, int threads, const cpu_low_rank::Work* work) {
+    if (kernel < 0 || kernel > kFollow || !quant_instruction_set(instruction_set)) return 1;
+    try {
+        run_low_rank(kernel, *instruction_sets()[instruction_set].low_rank, threads, *work);
     } catch (const std::exception&) {
         return 2;
     }

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from ddp_quant_hooks.kernels import torch_ops
+from ddp_quant_hooks.kernels import low_rank, torch_ops
 from ddp_quant_hooks.kernels.affine import AffineLayout
 from ddp_quant_hooks.kernels.call import (
     VALUE_DTYPES,
@@ -24,6 +24,7 @@ from ddp_quant_hooks.kernels.call import (
 from ddp_quant_hooks.kernels.cpu import LIBRARY_VARIABLE, CpuKernels, library_path
 from ddp_quant_hooks.kernels.cuda import CudaKernels
 from ddp_quant_hooks.kernels.layout import Layout
+from ddp_quant_hooks.kernels.low_rank import Matrix
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +34,28 @@ class Backend(Protocol):
 
     def run(self, call: KernelCall) -> None:
         """Do a call that has values; shards may be empty."""
+
+    def multiply(self, matrix: Matrix, right: torch.Tensor, left: torch.Tensor) -> None:
+        """Write a matrix's products with a right factor."""
+
+    def multiply_transposed(self, matrix: Matrix, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Write a transposed matrix's products with a left factor."""
+
+    def restore(
+        self,
+        matrix: Matrix,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        mean_right: torch.Tensor,
+        new_residual: torch.Tensor,
+    ) -> None:
+        """Write the product of the factors, and what is left of the matrix."""
+
+    def find_basis(self, mean: torch.Tensor, left: torch.Tensor, weights: torch.Tensor) -> None:
+        """Write a basis of a left factor."""
+
+    def follow(self, left: torch.Tensor, right: torch.Tensor, next_right: torch.Tensor) -> None:
+        """Write the right factor of the next step."""
 
     def affine_encode(self, values: torch.Tensor, message: torch.Tensor, layout: AffineLayout) -> None:
         """Write the message of the values."""
@@ -253,6 +276,69 @@ def _check_affine(
     uses = [("values", values, not encodes), *((name, message, encodes) for name, message in named)]
     refuse_overlap(uses)
     mark_written(uses)
+
+
+# ---- matrices and their factors: see kernels.low_rank ----
+
+
+def multiply(matrix: Matrix, right: torch.Tensor, left: torch.Tensor) -> None:
+    """Write a matrix's products with a right factor; see :func:`kernels.low_rank.multiply`.
+
+    Raises:
+        TypeError, ValueError: A tensor has another dtype, shape or device than the matrix asks for, or gaps.
+    """
+    low_rank.check(matrix, left=left, right=right)
+    backend_for(matrix.device).multiply(matrix, right, left)
+
+
+def multiply_transposed(matrix: Matrix, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Write products with a left factor; see :func:`kernels.low_rank.multiply_transposed`.
+
+    Raises:
+        TypeError, ValueError: As :func:`multiply`.
+    """
+    low_rank.check(matrix, left=left, right=right)
+    backend_for(matrix.device).multiply_transposed(matrix, left, right)
+
+
+def restore(
+    matrix: Matrix,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    mean_right: torch.Tensor,
+    new_residual: torch.Tensor,
+) -> None:
+    """Write the product of the factors, and what is left of the matrix; see :func:`kernels.low_rank.restore`.
+
+    Raises:
+        TypeError, ValueError: As :func:`multiply`.
+    """
+    low_rank.check(matrix, left=left, right=right)
+    low_rank.check(matrix._replace(residual=new_residual), left=left, right=mean_right)
+    backend_for(matrix.device).restore(matrix, left, right, mean_right, new_residual)
+    if not matrix.values.is_inference():  # which has no version
+        torch.autograd.graph.increment_version(matrix.values)  # autograd does not see compiled kernels
+
+
+def find_basis(mean: torch.Tensor, left: torch.Tensor, weights: torch.Tensor) -> None:
+    """Write a basis of a left factor; see :func:`kernels.low_rank.find_basis`.
+
+    Raises:
+        TypeError, ValueError: As :func:`multiply`.
+    """
+    low_rank.check_factors(mean.shape, mean.device, mean=mean, left=left, weights=weights)
+    backend_for(mean.device).find_basis(mean, left, weights)
+
+
+def follow(left: torch.Tensor, right: torch.Tensor, next_right: torch.Tensor) -> None:
+    """Write the right factor of the next step; see :func:`kernels.low_rank.follow`.
+
+    Raises:
+        TypeError, ValueError: As :func:`multiply`.
+    """
+    low_rank.check_factors(right.shape, right.device, right=right, next_right=next_right)
+    low_rank.check_factors((len(right), left.shape[1]), right.device, left=left)
+    backend_for(right.device).follow(left, right, next_right)
 
 
 # ---- the backends ----

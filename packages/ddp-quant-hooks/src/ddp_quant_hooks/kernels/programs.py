@@ -21,6 +21,7 @@ import torch
 
 from ddp_quant_hooks.kernels.call import Shard
 from ddp_quant_hooks.kernels.layout import Layout
+from ddp_quant_hooks.kernels.low_rank import ROWS_OF_SUM, SUMS_OF_ROW
 from ddp_quant_hooks.kernels.owned_files import make_own_folder, refuse_foreign_file
 
 _log = logging.getLogger(__name__)
@@ -40,6 +41,10 @@ MOST_WORDS = 4096 // 8
 """The most words of a kernel's parameter, on every architecture."""
 _AFFINE_PIECE = 1 << 13
 _LONG_BLOCK = 512
+FACTORS_AT_A_TIME = 8
+"""How many columns of a factor a thread multiplies with."""
+MOST_RANK = 64
+"""Factors of a higher rank are left to torch's operators."""
 
 
 class AffineWork(NamedTuple):
@@ -50,6 +55,23 @@ class AffineWork(NamedTuple):
     tensor: int
     message: int = 0
     extremes: int = 0
+
+
+class LowRankWork(NamedTuple):
+    """``Work`` in csrc/low_rank_kernels.cu; addresses: 0 if unused."""
+
+    rows: int
+    columns: int
+    rank: int
+    values: int = 0
+    residual: int = 0
+    new_residual: int = 0
+    left: int = 0
+    right: int = 0
+    mean_right: int = 0
+    sums: int = 0
+    weights: int = 0
+    scratch: int = 0
 
 
 @dataclass(frozen=True)
@@ -185,6 +207,28 @@ def affine_program(kernel: str, dtype: torch.dtype, *, aligned: bool = True, ran
     size = f"sizeof({work}) == {8 * words}"
     checks = " && ".join([f"kThreads == {THREADS}", f"kPiece == {_AFFINE_PIECE}", size])
     return GpuProgram("affine_kernels.cu", call, work, words, 1, checks)
+
+
+@functools.cache
+def low_rank_program(kernel: str, dtype: torch.dtype | None = None) -> GpuProgram:
+    """Return a kernel of ``csrc/low_rank_kernels.cu``.
+
+    Args:
+        kernel: Its name there.
+        dtype: Of the gradient; ``None``: it works on factors alone.
+    """
+    words = len(LowRankWork._fields)
+    constants = {
+        "kThreads": THREADS,
+        "kSums": SUMS_OF_ROW,
+        "kRowsOfSum": ROWS_OF_SUM,
+        "kFactors": FACTORS_AT_A_TIME,
+        "kMostRank": MOST_RANK,
+        "sizeof(Work)": 8 * words,
+    }
+    checks = " && ".join(f"{name} == {value}" for name, value in constants.items())
+    call = kernel if dtype is None else _call(kernel, _VALUES[dtype])
+    return GpuProgram("low_rank_kernels.cu", call, "Work", words, 1, checks)
 
 
 def affine_pieces(values: int, channel: int) -> int:

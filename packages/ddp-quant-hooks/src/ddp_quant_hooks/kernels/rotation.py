@@ -54,6 +54,10 @@ def _transform(blocks: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _signs(size: int, device: torch.device) -> torch.Tensor:
+    return signs(size, device)
+
+
+def signs(size: int, device: torch.device) -> torch.Tensor:
     """Return 1 and -1 by a hash of the place."""
     place = torch.arange(1, size + 1, dtype=torch.int64, device="cpu")  # not the default device
     value = _low(place, 0x9E3779B1)

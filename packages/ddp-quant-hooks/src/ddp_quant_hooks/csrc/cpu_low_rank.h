@@ -1,0 +1,390 @@
+// Products of a gradient and its low-rank factors on the CPU, in vectors of kLanes floats.
+//
+// A matrix is the sum of a gradient and what earlier steps have left of it. Factors are stored column by column, as
+// `rank` rows. Every sum has one order, whatever the width of a vector and the number of threads, and no operator is
+// fused with another, so all instruction sets and torch's own operators (kernels/low_rank.py) give identical bits:
+// - along a row of the matrix there are 16 sums, of every 16th product each, which are then added in pairs;
+// - down its columns, blocks of 256 rows are summed one row after another, and then the sums of the blocks;
+// - over the factors' columns, one after another.
+
+#ifndef DDP_QUANT_HOOKS_CPU_LOW_RANK_H
+#define DDP_QUANT_HOOKS_CPU_LOW_RANK_H
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "cpu_rotation.h"
+
+namespace cpu_low_rank {
+
+using namespace block_math;
+
+constexpr int64_t kSums = 16;        // along a row
+constexpr int64_t kRowsOfSum = 256;  // down a column
+constexpr int64_t kTile = 512;       // columns at a time: 8 factor columns of them fill half of the L1 cache
+constexpr int kRowsAtOnce = 4;
+
+// The arguments of one call. Pointers that a kernel does not use are null. Python makes it (`_LowRankWork` of
+// kernels/cpu.py), with the same members in the same order.
+struct Work {
+    int64_t rows, columns, rank;
+    void* values;              // the gradient; `restore` writes the mean's
+    int dtype;
+    const uint16_t* residual;  // bf16; null: none
+    uint16_t* new_residual;    // bf16; `restore` writes it
+    const float* left;         // rank x rows
+    const float* right;        // rank x columns
+    const float* mean_right;   // rank x columns
+    float* sums;               // a factor that a kernel writes
+    float* weights;            // `find_basis` writes rank x rows
+};
+
+template <int kLanes>
+using Floats = typename cpu_rotation::Vectors<kLanes>::Floats;
+
+template <int kLanes>
+BLOCK_MATH Floats<kLanes> loaded(const float* from) {
+    Floats<kLanes> values;
+    memcpy(&values, from, sizeof values);
+    return values;
+}
+
+template <int kLanes>
+BLOCK_MATH void stored(Floats<kLanes> values, float* to) {
+    memcpy(to, &values, sizeof values);
+}
+
+// Writes `count` elements of the matrix, from row `row` and column `column` on, and zeros up to a multiple of 16.
+template <class Value>
+BLOCK_MATH void load_matrix(const Work& work, int64_t row, int64_t column, int64_t count, float* __restrict to) {
+    int64_t start = row * work.columns + column;
+    auto values = static_cast<const typename Value::Stored*>(work.values) + start;
+    if (work.residual)
+        for (int64_t i = 0; i < count; ++i) to[i] = with_residual(Value::widen(values[i]), work.residual[start + i]);
+    else
+        for (int64_t i = 0; i < count; ++i) to[i] = Value::widen(values[i]);
+    for (int64_t i = count; i % kSums; ++i) to[i] = 0.0f;
+}
+
+// ---- sums[k][row] = matrix[row] . right[k] ----
+
+// Adds products of a tile of some rows and some factor columns to their 16 sums.
+template <int kLanes, int kRows, int kFactors>
+BLOCK_MATH void add_products(const float* matrix, const float* right, int64_t columns, float* sums, int64_t rank) {
+    constexpr int kVectors = kSums / kLanes;
+    for (int part = 0; part < kVectors; ++part) {
+        Floats<kLanes> sum[kRows][kFactors];
+#pragma GCC unroll 4
+        for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+            for (int k = 0; k < kFactors; ++k)
+                sum[row][k] = loaded<kLanes>(sums + (row * rank + k) * kSums + part * kLanes);
+        for (int64_t i = part * kLanes; i < columns; i += kSums) {
+            Floats<kLanes> factor[kFactors];
+#pragma GCC unroll 4
+            for (int k = 0; k < kFactors; ++k) factor[k] = loaded<kLanes>(right + k * kTile + i);
+#pragma GCC unroll 4
+            for (int row = 0; row < kRows; ++row) {
+                Floats<kLanes> values = loaded<kLanes>(matrix + row * kTile + i);
+#pragma GCC unroll 4
+                for (int k = 0; k < kFactors; ++k) sum[row][k] += values * factor[k];
+            }
+        }
+#pragma GCC unroll 4
+        for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+            for (int k = 0; k < kFactors; ++k)
+                stored<kLanes>(sum[row][k], sums + (row * rank + k) * kSums + part * kLanes);
+    }
+}
+
+template <int kLanes, class Value>
+BLOCK_MATH void multiply(const Work& work, int64_t first, int64_t last) {
+    int64_t rank = work.rank, tiles = (work.columns + kTile - 1) / kTile;
+    // The right factor tile by tile, padded with zeros.
+    std::vector<float> right(static_cast<size_t>(tiles * rank * kTile));
+    for (int64_t tile = 0; tile < tiles; ++tile)
+        for (int64_t k = 0; k < rank; ++k) {
+            const float* from = work.right + k * work.columns + tile * kTile;
+            std::copy_n(from, std::min(kTile, work.columns - tile * kTile), right.data() + (tile * rank + k) * kTile);
+        }
+    std::vector<float> sums(static_cast<size_t>(kRowsAtOnce * rank * kSums));
+    alignas(64) float matrix[kRowsAtOnce * kTile];
+    for (int64_t row = first; row < last; row += kRowsAtOnce) {
+        int64_t rows = std::min<int64_t>(kRowsAtOnce, last - row);
+        std::fill(sums.begin(), sums.end(), 0.0f);
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+            int64_t column = tile * kTile, columns = std::min(kTile, work.columns - column), k = 0;
+            for (int64_t i = 0; i < rows; ++i) load_matrix<Value>(work, row + i, column, columns, matrix + i * kTile);
+            const float* factors = right.data() + tile * rank * kTile;
+            float* to = sums.data();
+            for (; k + 4 <= rank; k += 4)
+                add_products<kLanes, kRowsAtOnce, 4>(matrix, factors + k * kTile, columns, to + k * kSums, rank);
+            for (; k < rank; ++k)
+                add_products<kLanes, kRowsAtOnce, 1>(matrix, factors + k * kTile, columns, to + k * kSums, rank);
+        }
+        for (int64_t i = 0; i < rows; ++i)
+            for (int64_t k = 0; k < rank; ++k) {
+                float* of_row = sums.data() + (i * rank + k) * kSums;
+                for (int64_t half = kSums / 2; half; half /= 2)
+                    for (int64_t lane = 0; lane < half; ++lane) of_row[lane] += of_row[half + lane];
+                work.sums[k * work.rows + row + i] = of_row[0];
+            }
+    }
+}
+
+// ---- sums[k] = left[k] . matrix ----
+
+// Adds the products of kRowsAtOnce rows of a tile and kFactors factor columns, row after row.
+template <int kLanes, int kFactors>
+BLOCK_MATH void add_rows(const float* matrix, const float* left, int64_t rows_of_left, int64_t columns, float* sums) {
+    Floats<kLanes> weight[kFactors][kRowsAtOnce];
+#pragma GCC unroll 4
+    for (int k = 0; k < kFactors; ++k)
+#pragma GCC unroll 4
+        for (int row = 0; row < kRowsAtOnce; ++row) weight[k][row] = Floats<kLanes>{} + left[k * rows_of_left + row];
+    for (int64_t i = 0; i < columns; i += kLanes) {
+        Floats<kLanes> sum[kFactors];
+#pragma GCC unroll 4
+        for (int k = 0; k < kFactors; ++k) sum[k] = loaded<kLanes>(sums + k * kTile + i);
+#pragma GCC unroll 4
+        for (int row = 0; row < kRowsAtOnce; ++row) {
+            Floats<kLanes> values = loaded<kLanes>(matrix + row * kTile + i);
+#pragma GCC unroll 4
+            for (int k = 0; k < kFactors; ++k) sum[k] += values * weight[k][row];
+        }
+#pragma GCC unroll 4
+        for (int k = 0; k < kFactors; ++k) stored<kLanes>(sum[k], sums + k * kTile + i);
+    }
+}
+
+template <int kLanes, class Value>
+BLOCK_MATH void multiply_transposed(const Work& work, int64_t first, int64_t last) {
+    int64_t rank = work.rank;
+    std::vector<float> sums(static_cast<size_t>(rank * kTile)), left(static_cast<size_t>(rank * kRowsOfSum));
+    alignas(64) float matrix[kRowsAtOnce * kTile] = {};
+    for (int64_t k = 0; k < rank; ++k) std::fill_n(work.sums + k * work.columns + first, last - first, 0.0f);
+    for (int64_t block = 0; block < work.rows; block += kRowsOfSum) {
+        int64_t rows = std::min(kRowsOfSum, work.rows - block);
+        std::fill(left.begin(), left.end(), 0.0f);
+        for (int64_t k = 0; k < rank; ++k)
+            std::copy_n(work.left + k * work.rows + block, rows, left.data() + k * kRowsOfSum);
+        for (int64_t column = first; column < last; column += kTile) {
+            int64_t columns = std::min(kTile, last - column);
+            std::fill(sums.begin(), sums.end(), 0.0f);
+            for (int64_t row = 0; row < rows; row += kRowsAtOnce) {
+                for (int64_t i = 0; i < kRowsAtOnce; ++i)
+                    if (row + i < rows)
+                        load_matrix<Value>(work, block + row + i, column, columns, matrix + i * kTile);
+                    else  // the last rows of the matrix: times zero, nothing is added
+                        std::fill_n(matrix + i * kTile, kTile, 0.0f);
+                const float* weights = left.data() + row;
+                float* to = sums.data();
+                int64_t k = 0;
+                for (; k + 2 <= rank; k += 2)
+                    add_rows<kLanes, 2>(matrix, weights + k * kRowsOfSum, kRowsOfSum, columns, to + k * kTile);
+                for (; k < rank; ++k)
+                    add_rows<kLanes, 1>(matrix, weights + k * kRowsOfSum, kRowsOfSum, columns, to + k * kTile);
+            }
+            for (int64_t k = 0; k < rank; ++k) {
+                float* total = work.sums + k * work.columns + column;
+                for (int64_t i = 0; i < columns; ++i) total[i] += sums[static_cast<size_t>(k * kTile + i)];
+            }
+        }
+    }
+}
+
+// ---- matrix = left . mean_right, and what is left of the rank's own: matrix - left . right ----
+
+template <int kLanes, class Value>
+BLOCK_MATH void restore(const Work& work, int64_t first, int64_t last) {
+    constexpr int kVectors = 2;
+    constexpr int64_t kColumns = kVectors * kLanes;
+    int64_t rank = work.rank, padded = (work.columns + kColumns - 1) / kColumns * kColumns;
+    // Both right factors next to each other, padded with zeros.
+    std::vector<float> factors(static_cast<size_t>(2 * rank * padded));
+    for (int64_t column = 0; column < padded; column += kColumns)
+        for (int64_t k = 0; k < rank; ++k) {
+            float* to = factors.data() + 2 * (column * rank + k * kColumns);
+            int64_t count = std::clamp<int64_t>(work.columns - column, 0, kColumns);
+            std::copy_n(work.right + k * work.columns + column, count, to);
+            std::copy_n(work.mean_right + k * work.columns + column, count, to + kColumns);
+        }
+    std::vector<float> left(static_cast<size_t>(2 * rank));
+    alignas(64) float own[2][kColumns], mean[2][kColumns];
+    for (int64_t row = first; row < last; row += 2) {
+        int64_t rows = std::min<int64_t>(2, last - row);
+        for (int64_t k = 0; k < rank; ++k)
+            for (int64_t i = 0; i < rows; ++i)
+                left[static_cast<size_t>(2 * k + i)] = work.left[k * work.rows + row + i];
+        for (int64_t column = 0; column < work.columns; column += kColumns) {
+            Floats<kLanes> of_own[2][kVectors] = {}, of_mean[2][kVectors] = {};
+            const float* from = factors.data() + 2 * column * rank;
+            for (int64_t k = 0; k < rank; ++k, from += 2 * kColumns) {
+                Floats<kLanes> weight[2] = {Floats<kLanes>{} + left[static_cast<size_t>(2 * k)],
+                                            Floats<kLanes>{} + left[static_cast<size_t>(2 * k + 1)]};
+#pragma GCC unroll 2
+                for (int i = 0; i < kVectors; ++i) {
+                    Floats<kLanes> right = loaded<kLanes>(from + i * kLanes);
+                    Floats<kLanes> mean_right = loaded<kLanes>(from + kColumns + i * kLanes);
+                    of_own[0][i] += weight[0] * right;
+                    of_own[1][i] += weight[1] * right;
+                    of_mean[0][i] += weight[0] * mean_right;
+                    of_mean[1][i] += weight[1] * mean_right;
+                }
+            }
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; ++i)
+#pragma GCC unroll 2
+                for (int part = 0; part < kVectors; ++part) {
+                    stored<kLanes>(of_own[i][part], own[i] + part * kLanes);
+                    stored<kLanes>(of_mean[i][part], mean[i] + part * kLanes);
+                }
+            int64_t count = std::min(kColumns, work.columns - column);
+            for (int64_t i = 0; i < rows; ++i) {
+                int64_t start = (row + i) * work.columns + column;
+                auto values = static_cast<typename Value::Stored*>(work.values) + start;
+                for (int64_t j = 0; j < count; ++j) {
+                    float value = Value::widen(values[j]);
+                    if (work.residual) value = with_residual(value, work.residual[start + j]);
+                    work.new_residual[start + j] = bfloat16_of(value - own[i][j]);
+                    values[j] = Value::narrow(mean[i][j] == mean[i][j] ? mean[i][j] : quiet_nan());
+                }
+            }
+        }
+    }
+}
+
+// ---- factors alone, in fp64 ----
+
+// A column is dropped if the squared length of what the columns before it leave is a smaller part of its own.
+constexpr double kDependent = 0x1p-32;
+// Added to mean squares of rows and columns, which are relative to the largest one.
+constexpr double kLeastSquare = 0x1p-14;
+
+// NaN wins.
+BLOCK_MATH double larger(double value, double largest) { return value <= largest ? largest : value; }
+
+BLOCK_MATH double largest_square(const float* values, int64_t length) {
+    double largest = 0.0;
+    for (int64_t i = 0; i < length; ++i) {
+        double value = values[i];
+        largest = larger(value * value, largest);
+    }
+    return largest;
+}
+
+// Adds the squares of a factor's column, times a weight, to the squares of the matrix's rows, or columns.
+BLOCK_MATH void add_squares(const float* column, int64_t length, double weight, double* __restrict squares) {
+    for (int64_t i = 0; i < length; ++i) {
+        double value = column[i];
+        squares[i] += value * value * weight;
+    }
+}
+
+// Replaces squares by their roots, relative to the largest one.
+BLOCK_MATH void take_roots(std::vector<double>& squares) {
+    double largest = 0.0;
+    for (double square : squares) largest = larger(square, largest);
+    for (double& square : squares) square = std::sqrt((largest == 0.0 ? 0.0 : square / largest) + kLeastSquare);
+}
+
+BLOCK_MATH double dot(const float* __restrict one, const float* __restrict other, int64_t length) {
+    alignas(64) double sums[kSums] = {};
+    int64_t whole = length / kSums * kSums;
+    for (int64_t i = 0; i < whole; i += kSums)
+        for (int64_t lane = 0; lane < kSums; ++lane)
+            sums[lane] += static_cast<double>(one[i + lane]) * static_cast<double>(other[i + lane]);
+    for (int64_t i = whole; i < length; ++i)
+        sums[i - whole] += static_cast<double>(one[i]) * static_cast<double>(other[i]);
+    for (int64_t half = kSums / 2; half; half /= 2)
+        for (int64_t lane = 0; lane < half; ++lane) sums[lane] += sums[half + lane];
+    return sums[0];
+}
+
+// Cholesky's factor of the Gram matrix of the columns, column by column. The pivot of a dropped column is 0.
+BLOCK_MATH void factorize(const float* columns, int64_t length, int64_t rank, double* lower, double* pivots) {
+    for (int64_t i = 0; i < rank; ++i)
+        for (int64_t j = 0; j <= i; ++j) lower[i * rank + j] = dot(columns + i * length, columns + j * length, length);
+    for (int64_t k = 0; k < rank; ++k) pivots[k] = lower[k * rank + k];
+    for (int64_t k = 0; k < rank; ++k) {
+        double pivot = lower[k * rank + k];
+        bool dropped = pivot <= kDependent * pivots[k];  // not if it is NaN
+        double root = dropped ? 0.0 : std::sqrt(pivot);
+        for (int64_t i = k; i < rank; ++i) lower[i * rank + k] = dropped ? 0.0 : lower[i * rank + k] / root;
+        for (int64_t i = k + 1; i < rank; ++i)
+            for (int64_t j = k + 1; j <= i; ++j) lower[i * rank + j] -= lower[i * rank + k] * lower[j * rank + k];
+        pivots[k] = root;
+    }
+}
+
+// sums = rows' scales times an orthonormal basis of what left's columns, divided by the scales, span; weights = the
+// same divided by the scales.
+BLOCK_MATH void find_basis(const Work& work) {
+    int64_t rank = work.rank, length = work.rows;
+    std::vector<double> scales(static_cast<size_t>(length));
+    for (int64_t k = 0; k < rank; ++k) {
+        const float* column = work.left + k * length;
+        double largest = largest_square(column, length);
+        add_squares(column, length, largest == 0.0 ? 0.0 : 1.0 / largest, scales.data());
+    }
+    take_roots(scales);
+    for (double& scale : scales) scale = std::sqrt(scale);
+    for (int64_t k = 0; k < rank; ++k)
+        for (int64_t i = 0; i < length; ++i)
+            work.sums[k * length + i] = static_cast<float>(work.left[k * length + i] / scales[static_cast<size_t>(i)]);
+    std::vector<double> lower(static_cast<size_t>(rank * rank)), pivots(static_cast<size_t>(rank));
+    factorize(work.sums, length, rank, lower.data(), pivots.data());
+    constexpr int64_t kPart = 64;
+    std::vector<double> basis(static_cast<size_t>(rank * kPart));
+    for (int64_t start = 0; start < length; start += kPart) {
+        int64_t count = std::min(kPart, length - start);
+        const double* scale = scales.data() + start;
+        for (int64_t k = 0; k < rank; ++k) {
+            double* __restrict column = basis.data() + k * kPart;
+            float* left = work.sums + k * length + start;
+            float* weights = work.weights + k * length + start;
+            for (int64_t i = 0; i < count; ++i) column[i] = left[i];
+            for (int64_t before = 0; before < k; ++before) {
+                const double* other = basis.data() + before * kPart;
+                double share = lower[static_cast<size_t>(k * rank + before)];
+                for (int64_t i = 0; i < count; ++i) column[i] -= share * other[i];
+            }
+            double pivot = pivots[static_cast<size_t>(k)];
+            for (int64_t i = 0; i < count; ++i) column[i] = pivot == 0.0 ? 0.0 : column[i] / pivot;
+            for (int64_t i = 0; i < count; ++i) left[i] = static_cast<float>(column[i] * scale[i]);
+            for (int64_t i = 0; i < count; ++i) weights[i] = static_cast<float>(column[i] / scale[i]);
+        }
+    }
+}
+
+// sums = the right factor of the next step: mean_right divided by the roots of its columns' mean squares, and by a
+// power of two.
+BLOCK_MATH void follow(const Work& work) {
+    std::vector<double> roots(static_cast<size_t>(work.columns)), column(static_cast<size_t>(work.columns));
+    for (int64_t k = 0; k < work.rank; ++k) {
+        double weight = largest_square(work.left + k * work.rows, work.rows);
+        add_squares(work.mean_right + k * work.columns, work.columns, weight, roots.data());
+    }
+    take_roots(roots);
+    for (int64_t k = 0; k < work.rank; ++k) {
+        const float* from = work.mean_right + k * work.columns;
+        float* to = work.sums + k * work.columns;
+        double largest = 0.0;
+        for (int64_t i = 0; i < work.columns; ++i) {
+            column[static_cast<size_t>(i)] = from[i] / roots[static_cast<size_t>(i)];
+            largest = larger(std::abs(column[static_cast<size_t>(i)]), largest);
+        }
+        int exponent;
+        double power = std::frexp(largest, &exponent) / largest;  // of two, so that nothing is rounded
+        for (int64_t i = 0; i < work.columns; ++i)
+            // A column of zeros would stay zero for ever.
+            to[i] = largest == 0.0 ? turned_by(1.0f, sign_at(static_cast<uint32_t>(k * work.columns + i)))
+                                   : static_cast<float>(column[static_cast<size_t>(i)] * power);
+    }
+}
+
+}  // namespace cpu_low_rank
+
+#endif

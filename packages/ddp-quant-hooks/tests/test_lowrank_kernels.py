@@ -1,0 +1,80 @@
+"""Products of gradients and factors: every backend gives the same bits, near those of fp64."""
+
+import pytest
+import torch
+from emulated_gpu import EmulatedGpu, needs_compiler
+from kernel_backends import SETS, needs_library
+
+from ddp_quant_hooks.kernels import VALUE_DTYPES, low_rank
+from ddp_quant_hooks.kernels.cpu import CpuKernels
+from ddp_quant_hooks.kernels.low_rank import Matrix
+
+SHAPES = [(1, 1), (3, 16), (17, 5), (64, 33), (255, 40), (256, 16), (257, 600), (7, 1100), (600, 31)]
+RANKS = [1, 2, 3, 4, 7, 8, 16]
+
+
+def _inputs(rows, columns, rank, dtype=torch.float32, seed=0, residual=True):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    matrix = Matrix(
+        normal(rows, columns).to(dtype), (3 * normal(rows, columns)).bfloat16() if residual else None
+    )
+    return matrix, normal(rank, rows), normal(rank, columns), normal(rank, columns)
+
+
+def _everything(backend, matrix, left, right, mean_right):
+    """Return what a backend writes, by name."""
+    found = {
+        "multiply": torch.empty_like(left),
+        "multiply_transposed": torch.empty_like(right),
+        "left": torch.empty_like(left),
+        "weights": torch.empty_like(left),
+        "next_right": torch.empty_like(right),
+        "values": matrix.values.clone(),
+        "new_residual": torch.empty_like(matrix.values, dtype=torch.bfloat16),
+    }
+    backend.multiply(matrix, right, found["multiply"])
+    backend.multiply_transposed(matrix, left, found["multiply_transposed"])
+    backend.find_basis(left, found["left"], found["weights"])
+    backend.follow(left, mean_right, found["next_right"])
+    written = Matrix(found["values"], matrix.residual)
+    backend.restore(written, left, right, mean_right, found["new_residual"])
+    return found
+
+
+def _differences(found, expected):
+    return [
+        name
+        for name in expected
+        if not (
+            torch.equal(found[name].nan_to_num(), expected[name].nan_to_num())
+            and torch.equal(found[name].isnan(), expected[name].isnan())
+            and torch.equal(
+                found[name].signbit() | found[name].isnan(), expected[name].signbit() | expected[name].isnan()
+            )
+        )
+    ]
+
+
+@needs_library
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+def test_every_instruction_set_gives_the_bits_of_torchs_operators(rows, columns, dtype):
+    for rank in RANKS:
+        inputs = _inputs(rows, columns, rank, dtype, seed=rank, residual=rank % 2 == 1)
+        expected = _everything(low_rank, *inputs)
+        for name in SETS:
+            assert _differences(_everything(CpuKernels(name), *inputs), expected) == [], (rank, name)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+def test_the_gpu_kernels_text_gives_the_bits_of_torchs_operators(tmp_path, dtype):
+    gpu = EmulatedGpu(tmp_path)
+    gpu.plan(lambda: _everything(gpu, *_inputs(2, 2, 1, dtype)))
+    for rows, columns, rank in ((1, 1, 1), (17, 5, 3), (300, 33, 8), (9, 150, 10)):
+        inputs = _inputs(rows, columns, rank, dtype, residual=rank != 3)
+        assert _differences(_everything(gpu, *inputs), _everything(low_rank, *inputs)) == [], (rows, rank)
