@@ -169,29 +169,12 @@ class Average(ABC):
         self._counter.add(nbytes, group.size(), *self.bytes_of_ring(group, nbytes), quantized=False)
 
 
-@dataclass(frozen=True)
-class FewBitsTask:
-    """How a bucket is averaged in few bits.
-
-    Attributes:
-        exchange: How its values are, or those of them that are not exact.
-        few: Where these are, if some are exact; else ``None``.
-        exact: The values that are averaged without compression.
-        sampled: Whether the error is measured.
-    """
-
-    exchange: Task
-    few: tuple[Span, ...] | None
-    exact: tuple[Span, ...]
-    sampled: bool
-
-
-class FewBits(Average):
-    """Sends values in few bits. See :class:`ddp_quant_hooks.QuantizedAllreduceState`.
+class PlannedAverage(Average):
+    """The base of averages that send values in few bits, by plans that know hosts.
 
     Args:
         options: The options of the state.
-        feedback: Its residuals.
+        feedback: What it keeps from step to step.
         counter: Counts what is averaged.
     """
 
@@ -209,6 +192,61 @@ class FewBits(Average):
         self._prepared = 0
         self._placements.clear()
         self._scratches.clear()
+
+    def _plan(
+        self,
+        plan: Callable[..., Plan],
+        group: dist.ProcessGroup,
+        count: int,
+        like: torch.Tensor,
+        **options: Any,
+    ) -> Plan:
+        formats = Formats(*self._layouts, like.dtype.to_real().itemsize)
+        on_streams = not runs_on_host(group, like.device)
+        placement = self._placement(like.device.type)
+        return plan(placement, group.rank(), count, formats, on_streams=on_streams, **options)
+
+    def _placement(self, device_type: str) -> Placement:
+        """Return how ranks with such devices average inside hosts; chosen when it is first asked for."""
+        if device_type not in self._placements:
+            assert self._hosts is not None, "the ranks have agreed on where they are"
+            options, links = self._options, [link[device_type] for link in self._links]
+            self._placements[device_type] = choose_placement(
+                self._logged_as, self._hosts, links, options.intra_node, options.bits
+            )
+        return self._placements[device_type]
+
+    def _scratch(self, device: torch.device) -> list[Scratch]:
+        if is_captured(device):
+            return []  # memory of the graph, whose replays use it after ours was freed
+        return self._scratches.setdefault(device, [])
+
+
+@dataclass(frozen=True)
+class FewBitsTask:
+    """How a bucket is averaged in few bits.
+
+    Attributes:
+        exchange: How its values are, or those of them that are not exact.
+        few: Where these are, if some are exact; else ``None``.
+        exact: The values that are averaged without compression.
+        sampled: Whether the error is measured.
+    """
+
+    exchange: Task
+    few: tuple[Span, ...] | None
+    exact: tuple[Span, ...]
+    sampled: bool
+
+
+class FewBits(PlannedAverage):
+    """Sends values in few bits. See :class:`ddp_quant_hooks.QuantizedAllreduceState`.
+
+    Args:
+        options: The options of the state.
+        feedback: Its residuals.
+        counter: Counts what is averaged.
+    """
 
     def quantizes(self, owners: Sequence[Owner], tensors: Sequence[torch.Tensor], ranks: int) -> bool:
         """See :meth:`Average.quantizes`: neither small buckets, nor exact values alone, nor fp64."""
@@ -320,29 +358,6 @@ class FewBits(Average):
             start = stop
         return tuple(spans[False]), tuple(spans[True])
 
-    def _plan(
-        self,
-        plan: Callable[..., Plan],
-        group: dist.ProcessGroup,
-        count: int,
-        like: torch.Tensor,
-        **options: Any,
-    ) -> Plan:
-        formats = Formats(*self._layouts, like.dtype.to_real().itemsize)
-        on_streams = not runs_on_host(group, like.device)
-        placement = self._placement(like.device.type)
-        return plan(placement, group.rank(), count, formats, on_streams=on_streams, **options)
-
-    def _placement(self, device_type: str) -> Placement:
-        """Return how ranks with such devices average inside hosts; chosen when it is first asked for."""
-        if device_type not in self._placements:
-            assert self._hosts is not None, "the ranks have agreed on where they are"
-            options, links = self._options, [link[device_type] for link in self._links]
-            self._placements[device_type] = choose_placement(
-                self._logged_as, self._hosts, links, options.intra_node, options.bits
-            )
-        return self._placements[device_type]
-
     def _task(
         self,
         plan: Plan,
@@ -355,11 +370,6 @@ class FewBits(Average):
         slots: dict[str, Slot] = {name: Slot(spans) for name, spans in plan.slots.items()}
         residuals = self._feedback.residuals(step, owners, slots, device)
         return Task(plan, residuals.span, not_finite, label)
-
-    def _scratch(self, device: torch.device) -> list[Scratch]:
-        if is_captured(device):
-            return []  # memory of the graph, whose replays use it after ours was freed
-        return self._scratches.setdefault(device, [])
 
 
 def is_sampled(number: int, every: int) -> bool:
