@@ -42,6 +42,8 @@ class Caller:
 
     shards = False
     """Whether every rank gets a part of the mean."""
+    make_state = QuantizedAllreduceState
+    hook = staticmethod(quantized_allreduce_hook)
 
     def __init__(self, **options):
         torch.manual_seed(0)
@@ -50,7 +52,7 @@ class Caller:
             torch.nn.Linear(37, 37), torch.nn.Linear(37, 37), self.between, torch.nn.Linear(37, 37)
         )
         self.alone = copy.deepcopy(self.net)
-        self.state = QuantizedAllreduceState(**{"min_bytes": 0, **options})
+        self.state = self.make_state(**{"min_bytes": 0, **options})
         self.start()
 
     def start(self):
@@ -91,7 +93,7 @@ class Buckets(Caller):
         gc.collect()
         self.net.zero_grad()
         self.model = DistributedDataParallel(self.net, bucket_cap_mb=0.006)
-        self.model.register_comm_hook(self.state.bind(self.model), quantized_allreduce_hook)
+        self.model.register_comm_hook(self.state.bind(self.model), self.hook)
 
     def warm_up(self):
         self.mean(0)  # DDP then makes its final buckets

@@ -78,7 +78,7 @@ if GROUPS_END_WITHOUT_GIL:  # torch 2.6 cannot end a group before its process
     DO_NOT_COUNT.append(_has_a_kernel_that_fails)
 
 
-def _disturbed(make):
+def check_disturbed(make):
     """Return by how much the mean after a disturbed step differs from that without the step."""
 
     def after(disturb):
@@ -96,7 +96,7 @@ def _disturbed(make):
     }
 
 
-def _resumed(make):
+def check_resumed(make):
     """Return where runs that went on from residuals differ from the run that saved them."""
 
     caller = make(bits=4)
@@ -156,7 +156,7 @@ def _without_residuals(make):
     return errors, all(same)
 
 
-CHECKS = [_many_steps, _disturbed, _resumed, _with_other_options]
+CHECKS = [_many_steps, check_disturbed, check_resumed, _with_other_options]
 if GROUPS_END_WITHOUT_GIL:  # torch 2.6 cannot end a group before its process
     CHECKS.append(_without_residuals)
 
@@ -183,14 +183,14 @@ def test_what_a_step_loses_is_added_to_the_next(seen):
 
 def test_steps_that_do_not_count_leave_the_residuals(seen):
     for rank in seen:
-        found = rank["_disturbed"]
+        found = rank["check_disturbed"]
         assert found["_counts"] > 0
         assert found == {"_counts": found["_counts"], **{one.__name__: 0.0 for one in DO_NOT_COUNT}}
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(seen):
     for rank in seen:
-        loaded, scattered, without_residuals = rank["_resumed"].values()
+        loaded, scattered, without_residuals = rank["check_resumed"].values()
         assert (loaded, scattered) == ({}, {})
         assert without_residuals
 

@@ -3,6 +3,8 @@
 from ddp_quant_hooks.auto.choice import Choice
 from ddp_quant_hooks.auto.state import AutoState, CandidateError, auto_hook
 from ddp_quant_hooks.hook import quantized_allreduce_hook
+from ddp_quant_hooks.lowrank.hook import low_rank_hook
+from ddp_quant_hooks.lowrank.state import LowRankState
 from ddp_quant_hooks.states import HierarchicalAllreduceState, QuantizedAllreduceState
 from ddp_quant_hooks.statistics import Statistics
 from ddp_quant_hooks.tensors.all_reduce import all_reduce
@@ -14,10 +16,12 @@ __all__ = [
     "CandidateError",
     "Choice",
     "HierarchicalAllreduceState",
+    "LowRankState",
     "QuantizedAllreduceState",
     "Statistics",
     "all_reduce",
     "auto_hook",
+    "low_rank_hook",
     "quantization_perchannel_hook",
     "quantization_pertensor_hook",
     "quantized_allreduce_hook",

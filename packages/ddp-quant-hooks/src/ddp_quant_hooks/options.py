@@ -117,6 +117,19 @@ def _sizes(name: str, value: Any) -> tuple[int, ...]:
     return sizes
 
 
+def whole_number(name: str, value: Any, *, at_least: int) -> int:
+    """Return an option that is a whole number.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: It is too small.
+    """
+    number = _whole(name, value)
+    if number < at_least:
+        raise ValueError(f"{name} must be a number of at least {at_least}, got {number!r}")
+    return number
+
+
 def _whole(name: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, got {value!r}")
@@ -124,7 +137,4 @@ def _whole(name: str, value: Any) -> int:
 
 
 def _count(name: str, value: Any) -> int:
-    number = _whole(name, value)
-    if number < 0:
-        raise ValueError(f"{name} must be a number of at least 0, got {number!r}")
-    return number
+    return whole_number(name, value, at_least=0)

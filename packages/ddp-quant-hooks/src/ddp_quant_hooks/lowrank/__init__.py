@@ -1,0 +1,1 @@
+"""Gradients as products of two factors in few bits, for slow links."""

@@ -1,0 +1,237 @@
+"""The mean of all ranks' matrices as a product of two factors, of which only the factors are sent.
+
+With M the sum of a rank's gradient and of what earlier steps have left of it, and Q the right factor of the
+last step:
+
+1. P = M Q; the mean of P over all ranks.
+2. U, an orthonormal basis of P's columns; Q = M^T U; the mean of Q over all ranks.
+3. The gradient becomes U mean(Q)^T. M - U Q^T is left for the next step, with this rank's Q as it was sent.
+
+All that is not worth a factor goes along with P. (PowerSGD, Vogels et al. 2019, with rounded factors, rows
+and columns made alike, and residuals of a rank's own factor.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+
+from ddp_quant_hooks.exchange.spans import Span
+from ddp_quant_hooks.exchange.values import Values, put_back
+from ddp_quant_hooks.kernels import dispatch
+from ddp_quant_hooks.kernels.low_rank import Matrix
+
+LEAST_REDUCTION = 2
+"""A matrix has factors if they are so many times fewer numbers than it has. Below that, few bits send hardly
+more, and round only."""
+
+
+@dataclass(frozen=True)
+class MatrixPart:
+    """A matrix among the values of a bucket.
+
+    Attributes:
+        start: Where it begins.
+        rows: The number of its rows.
+        columns: The number of its columns.
+        rank: The number of columns of each factor.
+        owner: Its place among the owners of the bucket.
+    """
+
+    start: int
+    rows: int
+    columns: int
+    rank: int
+    owner: int = 0
+
+    @property
+    def span(self) -> Span:
+        """Where it is in the bucket."""
+        return Span(self.start, self.start + self.rows * self.columns)
+
+    def in_bucket(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the matrix, given something of all values of the bucket."""
+        return values[self.span.start : self.span.stop].view(self.rows, self.columns)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Which values of a bucket are matrices with factors.
+
+    Attributes:
+        matrices: In the order of the bucket.
+        rest: The other values.
+    """
+
+    matrices: tuple[MatrixPart, ...]
+    rest: tuple[Span, ...]
+
+    @cached_property
+    def left_lengths(self) -> list[int]:
+        """The number of values of each left factor, and then of each part of the rest."""
+        return [one.rank * one.rows for one in self.matrices] + [len(span) for span in self.rest]
+
+    @cached_property
+    def right_lengths(self) -> list[int]:
+        """The number of values of each right factor."""
+        return [one.rank * one.columns for one in self.matrices]
+
+
+def matrix_shape(shape: Sequence[int], strides: Sequence[int] | None = None) -> tuple[int, int]:
+    """Return rows and columns of a parameter's values in memory: its outermost dimension there, and the rest.
+
+    Args:
+        shape: Of the parameter. Dimensions of length 1 do not count.
+        strides: Likewise; ``None``: of a contiguous tensor.
+    """
+    sizes = [size for size in shape if size != 1]
+    if strides is not None:
+        both = zip(strides, shape, strict=True)
+        sizes = [size for stride, size in sorted(both, key=lambda one: -one[0]) if size != 1]
+    rows, columns = (sizes or [1])[0], 1
+    for size in sizes[1:]:
+        columns *= size
+    return rows, columns
+
+
+def arrange(shapes: Sequence[tuple[int, int]], rank: int) -> Arrangement:
+    """Decide which of the neighboring matrices of these shapes are worth factors of a rank."""
+    matrices, rest = list[MatrixPart](), list[Span]()
+    starts = accumulate((rows * columns for rows, columns in shapes), initial=0)
+    for owner, ((rows, columns), start) in enumerate(zip(shapes, starts, strict=False)):
+        if rows * columns >= LEAST_REDUCTION * rank * (rows + columns) > 0:
+            matrices.append(MatrixPart(start, rows, columns, rank, owner))
+        elif rows * columns:
+            begins = rest.pop().start if rest and rest[-1].stop == start else start
+            rest.append(Span(begins, start + rows * columns))
+    return Arrangement(tuple(matrices), tuple(rest))
+
+
+class Factors:
+    """One average of a bucket's matrices: three methods, with a mean over the ranks after the first two.
+
+    Args:
+        arrangement: Of the bucket's values.
+        values: All of them.
+        residual: What earlier steps have left of them, bf16; ``None``: nothing.
+        new_residual: The output for what this step leaves, bf16; without memory in common with ``residual``.
+        right: The right factors of the last step, fp32, one after another.
+        next_right: The output for those of the next step; it may be the same memory.
+    """
+
+    def __init__(
+        self,
+        arrangement: Arrangement,
+        values: Values,
+        residual: torch.Tensor | None,
+        new_residual: torch.Tensor,
+        right: torch.Tensor,
+        next_right: torch.Tensor,
+    ) -> None:
+        self._parts = arrangement.matrices
+        self._left_lengths, self._right_lengths = arrangement.left_lengths, arrangement.right_lengths
+        self._matrices = [
+            Matrix(
+                values.parts(part.span)[0].view(part.rows, part.columns),  # a matrix is within one tensor
+                None if residual is None else part.in_bucket(residual),
+            )
+            for part in self._parts
+        ]
+        self._left_over = [part.in_bucket(new_residual) for part in self._parts]
+        self._rest = [_Rest(values.parts(span), residual, new_residual, span) for span in arrangement.rest]
+        self._right, self._next_right = self._rights(right), self._rights(next_right)
+        self._device = values.device
+
+    def left_row(self) -> torch.Tensor:
+        """Return this rank's left factors and the rest, to be averaged over the ranks in place."""
+        row = torch.empty(sum(self._left_lengths), dtype=torch.float32, device=self._device)
+        lefts, rests = self._lefts(row)
+        for matrix, right, left in zip(self._matrices, self._right, lefts, strict=True):
+            dispatch.multiply(matrix, right, left)
+        for one, part in zip(self._rest, rests, strict=True):
+            one.write_sum(part)
+        self._row = row
+        return row
+
+    def right_row(self, lost: torch.Tensor) -> torch.Tensor:
+        """Return this rank's right factors, to be averaged over the ranks in place.
+
+        Args:
+            lost: What :meth:`left_row` has lost by rounding on this rank, of its share of the mean.
+        """
+        means, rests = self._lefts(self._row)
+        weights = [torch.empty_like(mean) for mean in means]
+        self._left = [torch.empty_like(mean) for mean in means]
+        for mean, left, weight in zip(means, self._left, weights, strict=True):
+            dispatch.find_basis(mean, left, weight)
+        for one, mean, of_rest in zip(self._rest, rests, self._lefts(lost)[1], strict=True):
+            one.put_mean(mean, of_rest)
+        self._row = torch.empty(sum(self._right_lengths), dtype=torch.float32, device=self._device)
+        for matrix, weight, right in zip(self._matrices, weights, self._rights(self._row), strict=True):
+            dispatch.multiply_transposed(matrix, weight, right)
+        self._own = self._row.clone()
+        return self._row
+
+    def restore(self, lost: torch.Tensor) -> None:
+        """Write the mean gradient, what is left of this rank's own, and the factors for the next step.
+
+        Args:
+            lost: What :meth:`right_row` has lost by rounding on this rank, of its share of the mean.
+        """
+        self._own -= lost
+        means, owns = self._rights(self._row), self._rights(self._own)
+        for matrix, left, own, mean, left_over, next_right in zip(
+            self._matrices, self._left, owns, means, self._left_over, self._next_right, strict=True
+        ):
+            dispatch.restore(matrix, left, own, mean, left_over)
+            dispatch.follow(left, mean, next_right)
+
+    def _lefts(self, row: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the left factors in a row, and the rest behind them."""
+        parts, count = torch.split(row, self._left_lengths), len(self._parts)
+        return [one.view(part.rank, -1) for one, part in zip(parts, self._parts, strict=False)], list(
+            parts[count:]
+        )
+
+    def _rights(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """Return the right factors in a row."""
+        parts = torch.split(row, self._right_lengths)
+        return [one.view(part.rank, -1) for one, part in zip(parts, self._parts, strict=True)]
+
+
+class _Rest:
+    """Values that have no factors.
+
+    Args:
+        values: In the tensors that have them.
+        residual: Of the whole bucket, or ``None``.
+        new_residual: Of the whole bucket.
+        span: Where the values are there.
+    """
+
+    def __init__(
+        self,
+        values: Sequence[torch.Tensor],
+        residual: torch.Tensor | None,
+        new_residual: torch.Tensor,
+        span: Span,
+    ) -> None:
+        here = slice(span.start, span.stop)
+        self._values, self._new_residual = values, new_residual[here]
+        self._residual = None if residual is None else residual[here]
+
+    def write_sum(self, row: torch.Tensor) -> None:
+        """Write the values and what is left of earlier ones."""
+        put_back([row], torch.cat([one.float() for one in self._values]))
+        if self._residual is not None:
+            row += self._residual
+
+    def put_mean(self, mean: torch.Tensor, lost: torch.Tensor) -> None:
+        """Write the mean in place of the values, and keep what was lost."""
+        limits = torch.finfo(self._values[0].dtype)
+        put_back(self._values, mean.clamp(limits.min, limits.max))  # a mean that was finite stays so
+        self._new_residual.copy_(lost)

@@ -1,0 +1,271 @@
+"""``LowRankState`` and its hook on real ranks."""
+
+import pickle
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from averaging_callers import Buckets, Tensors
+from host_names import take_host_name
+from quant_buckets import differences, flat_residuals
+from resumed_runs import Run, differences_after_resume, resumed
+from test_every_caller import DO_NOT_COUNT, check_disturbed, check_resumed
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_quant_hooks import (
+    AutoState,
+    LowRankState,
+    all_reduce,
+    auto_hook,
+    low_rank_hook,
+    reduce_scatter_tensor,
+)
+from dist_utils.testing import run_ranks, same_on_all_ranks
+
+
+def make_state(process_group=None, **options):
+    """Return a state whose factors are smaller than small layers, from its second step on."""
+    return LowRankState(process_group, **{"min_bytes": 0, "rank": 2, "warm_up_steps": 1, **options})
+
+
+class LowRankBuckets(Buckets):
+    make_state = staticmethod(make_state)
+    hook = staticmethod(low_rank_hook)
+
+
+class LowRankTensors(Tensors):
+    make_state = staticmethod(make_state)
+
+    def values(self, number):
+        return super().values(number).view(60, 50)
+
+    def mean(self, number, *, poison=False):
+        return super().mean(number, poison=poison).flatten()
+
+    def _average(self, values):
+        parts = {"first": values[:, :30].contiguous(), "second": values[:, 30:].contiguous()}
+        started = [
+            all_reduce(part, dist.ReduceOp.AVG, self.state, async_op=True, key=key)
+            for key, part in parts.items()
+        ]
+        for future in started:
+            future.wait()
+        return torch.cat([*parts.values()], 1)
+
+
+CALLERS = {"DDP": LowRankBuckets, "tensors": LowRankTensors}
+
+
+def _common_checks(_, name):
+    return check_disturbed(CALLERS[name]), check_resumed(CALLERS[name])
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_steps_that_do_not_count_leave_everything_and_runs_resume_bitwise(name):
+    for disturbed, resume in run_ranks(_common_checks, 3, name, timeout=150, group_timeout=60.0):
+        assert disturbed.pop("_counts") > 0
+        assert disturbed == {one.__name__: 0.0 for one in DO_NOT_COUNT}
+        loaded, scattered, without_residuals = resume.values()
+        assert (loaded, scattered) == ({}, {})
+        assert without_residuals
+
+
+def _conserves(_, name):
+    """Return by how much means and what is left differ from all values, over several steps."""
+    caller = CALLERS[name](warm_up_steps=2)
+    world_size, total, largest = dist.get_world_size(), 0.0, 0.0
+    for number in range(6):
+        own = caller.values(number).flatten().double() / world_size
+        dist.all_reduce(own)
+        total = total + own - caller.mean(number).double()
+        largest = max(largest, total.abs().max().item())
+    left = torch.cat([*flat_residuals(caller.state.state_dict()).values()]).double() / world_size
+    dist.all_reduce(left)
+    exact = total.sort().values  # parameters come in another order in the file
+    return (exact - left.sort().values).abs().max().item(), largest, caller.state.statistics.bytes_ratio
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("DDP", 2), ("tensors", 3)])
+def test_what_is_left_out_is_what_ranks_keep(name, ranks):
+    for wrong, largest, _ in run_ranks(_conserves, ranks, name):
+        assert largest > 0
+        # What is left is rounded to bf16 in each of six steps, and so is what each mean of factors has lost.
+        assert wrong <= 6 * 2 * 2.0**-8 * 4 * largest
+
+
+def _many_models(_):
+    """Return what several kinds of models and gradients give, each over some steps."""
+    found = {}
+    convolutions = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3), torch.nn.Conv2d(16, 24, 3), torch.nn.Flatten(), torch.nn.Linear(24 * 16, 5)
+    )
+    channels_last = torch.nn.Sequential(*convolutions).to(memory_format=torch.channels_last)
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    words = torch.randint(100, (40,), generator=torch.Generator().manual_seed(dist.get_rank()))
+    embedding = torch.nn.Embedding(100, 40)
+    tied = torch.nn.Linear(40, 100, bias=False)
+    tied.weight = embedding.weight
+    vectors = torch.randn(8, 40, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for name, model, batch in (
+        ("channels last", channels_last, images.contiguous(memory_format=torch.channels_last)),
+        ("tied", torch.nn.Sequential(embedding, tied), words),
+        ("bf16", torch.nn.Linear(40, 64).bfloat16(), vectors.bfloat16()),
+        ("fp64", torch.nn.Linear(40, 64).double(), vectors.double()),
+        (
+            "frozen",
+            torch.nn.Sequential(torch.nn.Linear(40, 40).requires_grad_(False), torch.nn.Linear(40, 64)),
+            vectors,
+        ),
+    ):
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=name == "tied", bucket_cap_mb=0.01)
+        state = make_state()
+        ddp.register_comm_hook(state.bind(ddp), low_rank_hook)
+        for _ in range(4):
+            ddp.zero_grad()
+            ddp(batch).square().mean().backward()
+        gradients = [one.grad for one in model.parameters() if one.grad is not None]
+        finite = all(one.isfinite().all() for one in gradients)
+        found[name] = finite, same_on_all_ranks(gradients), state.statistics.plain_buckets > 0
+        state.close()
+    return found
+
+
+def test_models_of_all_kinds_are_averaged_alike_on_all_ranks():
+    for found in run_ranks(_many_models, 2):
+        for name, (finite, same, plain) in found.items():
+            assert finite, name
+            assert same, name
+            assert plain == (name == "fp64"), name
+
+
+def _overflows(_):
+    """Return what a training with a loss scale does when one rank overflows."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(40, 64)
+    ddp, state = DistributedDataParallel(model), make_state()
+    ddp.register_comm_hook(state.bind(ddp), low_rank_hook)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    kept = []
+    for number in range(6):
+        x = torch.randn(8, 40)
+        if number == 3 and dist.get_rank() == 1:
+            x[0, 0] = torch.inf
+        optimizer.zero_grad()
+        scaler.scale(ddp(x).square().mean()).backward()
+        weight = model.weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        kept.append((torch.equal(weight, model.weight), model.weight.isfinite().all().item()))
+    return kept, same_on_all_ranks([model.weight.detach()])
+
+
+def test_an_overflow_on_one_rank_skips_one_step_on_all():
+    for kept, same in run_ranks(_overflows, 2):
+        assert kept == [(number == 3, True) for number in range(6)]
+        assert same
+
+
+def _unused(_):
+    """Return whether ranks stay alike while some parameters take no part, and some ranks have joined."""
+    run = Run(make_state, hook=low_rank_hook, use=lambda number: number % 2 == 0, find_unused_parameters=True)
+    for number in range(5):
+        run.step(number)
+    alike = [same_on_all_ranks([run.weights()])]
+    context = run.ddp.join() if dist.get_world_size() > 1 else nullcontext()
+    with context:
+        for number in range(3 + dist.get_rank()):
+            run.step(number)
+    alike.append(same_on_all_ranks([run.weights()]))
+    run.state.close()
+    return alike
+
+
+def test_unused_parameters_and_uneven_ranks():
+    assert run_ranks(_unused, 2) == [[True, True]] * 2
+
+
+def _in_other_buckets(_):
+    """Return where runs that go on differ, in equal buckets, and whether others load the same file."""
+    found = differences_after_resume(make_state, hook=low_rank_hook)
+    run = Run(make_state, hook=low_rank_hook)
+    for number in range(3):
+        run.step(number)
+    other = resumed(run.save(), make_state, hook=low_rank_hook, bucket_cap_mb=0.01)
+    same = [
+        differences(
+            flat_residuals(one.state.state_dict(), kind), flat_residuals(run.state.state_dict(), kind)
+        )
+        for one in (other,)
+        for kind in ("own", "factor")
+    ]
+    other.step(3)
+    return found, same, same_on_all_ranks([other.weights()])
+
+
+def test_residuals_and_factors_belong_to_parameters():
+    for found, same, alike in run_ranks(_in_other_buckets, 2):
+        assert found == {}
+        assert same == [{}, {}]
+        assert alike
+
+
+def _on_hosts(rank):
+    """Return what ranks on two hosts of two get, and what goes between hosts; None without the right to."""
+    if not take_host_name(rank // 2):
+        return None
+    caller = LowRankBuckets()
+    means = [caller.mean(number) for number in range(3)]
+    statistics = caller.state.statistics
+    return same_on_all_ranks(means), statistics.bytes_between_hosts, statistics.bytes_sent
+
+
+def test_ranks_of_a_host_sum_factors_before_they_are_rounded():
+    seen = run_ranks(_on_hosts, 4)
+    if None in seen:
+        pytest.skip("this user may not give processes host names of their own")
+    assert all(same for same, _, _ in seen)
+    assert all(between < sent for _, between, sent in seen)
+
+
+def _refusals(_):
+    """Return what is refused."""
+    state, texts = make_state(), []
+    with pytest.raises(ValueError, match="whole matrices"):
+        reduce_scatter_tensor(torch.empty(4), torch.ones(8), dist.ReduceOp.AVG, state, key="shards")
+    with pytest.raises(TypeError, match="does not pickle"):
+        pickle.dumps(state)
+    ddp = DistributedDataParallel(torch.nn.Linear(40, 64))
+    ddp.register_comm_hook(LowRankState(rank=2 + dist.get_rank(), min_bytes=0), low_rank_hook)
+    with pytest.raises(RuntimeError) as caught:
+        ddp(torch.ones(2, 40)).sum().backward()
+    texts.append(str(caught.value))
+    return texts
+
+
+def test_what_does_not_work_is_refused():
+    for (text,) in run_ranks(_refusals, 2):
+        assert "rank is 2 on rank 0, 3 on rank 1" in text
+    with pytest.raises(ValueError, match="rank must be a number of at least 1, got 0"):
+        LowRankState(rank=0)
+    with pytest.raises(TypeError, match="rank must be an integer"):
+        LowRankState(rank=1.5)
+    with pytest.raises(ValueError, match="warm_up_steps must be a number of at least 0"):
+        LowRankState(warm_up_steps=-1)
+    with pytest.raises(TypeError, match="needs a LowRankState"):
+        low_rank_hook(None, object())
+
+
+def _as_candidate(_):
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(torch.nn.Linear(200, 200))
+    state = AutoState(candidates={"low rank": (make_state(), low_rank_hook)}, max_error=None)
+    ddp.register_comm_hook(state.bind(ddp), auto_hook)
+    for _ in range(4):
+        ddp(torch.randn(4, 200)).square().mean().backward()
+    return same_on_all_ranks([ddp.module.weight.grad])
+
+
+def test_a_choice_may_have_it_as_a_candidate():
+    assert run_ranks(_as_candidate, 2) == [True, True]
