@@ -20,8 +20,10 @@ from ddp_compress_hooks import bf16_compress_hook
 from ddp_optim_overlap import overlap_optimizer
 from ddp_quant_hooks import (
     AutoState,
+    LowRankState,
     QuantizedAllreduceState,
     auto_hook,
+    low_rank_hook,
     quantized_allreduce_hook,
 )
 
@@ -38,6 +40,8 @@ LABELS = {
     "8bits": "ours: 8 bits",
     "4bits": "ours: 4 bits",
     "4bits-none": 'ours: 4 bits, `error_feedback="none"`',
+    "low-rank": "ours: low rank, rank 8",
+    "low-rank4": "ours: low rank, rank 4",
     "auto": "ours: auto",
 }
 SHORT_LABELS = {
@@ -47,7 +51,7 @@ SHORT_LABELS = {
     "8bits": "8 bits",
 }
 """Few enough for a first look: the README's tables and the picture of losses."""
-OURS = ("bf16", "8bits", "4bits", "4bits-none", "auto")
+OURS = ("bf16", "8bits", "4bits", "4bits-none", "low-rank", "low-rank4", "auto")
 ALL = [name for name in LABELS if name != COMPUTE] + [name + OVERLAP for name in OURS]
 FRAGILE = ("powersgd", "perchannel")
 """Hooks that hang or abort on Gloo in some versions of torch, so each gets ranks of its own.
@@ -63,7 +67,7 @@ def label(name: str) -> str:
 
 
 def make_hook(name: str, full_steps: int) -> tuple[Any, Callable[..., Any]] | None:
-    """Return a state and a hook, or ``None`` for plain DDP; ``full_steps`` is of PowerSGD."""
+    """Return a state and a hook, or ``None`` for plain DDP; ``full_steps`` is of factors' first steps."""
     if name == PLAIN:
         return None
     if name == "fp16":
@@ -74,6 +78,9 @@ def make_hook(name: str, full_steps: int) -> tuple[Any, Callable[..., Any]] | No
             None, matrix_approximation_rank=rank, start_powerSGD_iter=full_steps
         )
         return state, powerSGD_hook.powerSGD_hook
+    if name.startswith("low-rank"):
+        rank = 4 if name.endswith("4") else 8
+        return LowRankState(rank=rank, warm_up_steps=full_steps), low_rank_hook
     if name == "perchannel":
         return torch.distributed.group.WORLD, quantization_hooks.quantization_perchannel_hook
     if name == "bf16":
@@ -125,9 +132,10 @@ def make_side(name: str, model: Model, task: Task, *, seed: int = 0, full_steps:
         model: What is trained.
         task: On what.
         seed: Of the parameters.
-        full_steps: The first steps of PowerSGD, with full gradients. With two, the first uses DDP's first
-            buckets, and the hook is warm from the third on: enough to measure times, but PyTorch advises at
-            least a tenth of a training's steps, and not less than those in which the learning rate rises.
+        full_steps: The first steps of PowerSGD, with full gradients, and of low rank, in 4 bits. With two,
+            the first uses DDP's first buckets, and the hook is warm from the third on: enough to measure
+            times, but PyTorch advises at least a tenth of a training's steps, and not less than those in
+            which the learning rate rises.
     """
     torch.manual_seed(seed)
     bucket_mb = 1e4 if name.endswith("-one") else model.bucket_mb
