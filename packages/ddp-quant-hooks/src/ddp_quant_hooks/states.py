@@ -18,7 +18,7 @@ from ddp_quant_hooks.exchange.placement import link_inside_host
 from ddp_quant_hooks.feedback.state import FeedbackState
 from ddp_quant_hooks.kernels.layout import WIRE_VERSION, Format
 from ddp_quant_hooks.options import ErrorFeedback, check_options
-from ddp_quant_hooks.statistics import Counter, Statistics
+from ddp_quant_hooks.statistics import BucketCounter, Statistics
 from dist_utils import AgreementError, GroupLike, OrderedWorker, resolve_group
 from dist_utils.comm_hooks import Bucket
 from dist_utils.process_groups import device_types, runs_on_host
@@ -46,7 +46,7 @@ class AveragingState(FeedbackState):
 
     def __init__(self, process_group: GroupLike = None, *, kept: Collection[str]) -> None:
         super().__init__(process_group, kept=kept)
-        self.counter = Counter()
+        self.counter = BucketCounter()
         self._placed_by: OrderedWorker | None = None
 
     @property

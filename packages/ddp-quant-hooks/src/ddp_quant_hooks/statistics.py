@@ -71,7 +71,7 @@ class Statistics:
 _COUNTS = tuple(one.name for one in fields(Statistics) if one.name != "relative_error")
 
 
-class Counter:
+class BucketCounter:
     """Counts buckets, both on the caller's thread and on the worker's."""
 
     def __init__(self) -> None:
@@ -136,12 +136,3 @@ def bytes_around_ring(nbytes: int, ring: Sequence[int], hosts: Sequence[int], ra
     following = ring[(ring.index(rank) + 1) % len(ring)]
     sent = ring_bytes(nbytes, len(ring))
     return sent, sent if hosts[following] != hosts[rank] else 0
-
-
-def relative_error(mean: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Return the distance of a mean from the exact one in L2, relative to its length. Overwrites both."""
-    largest = exact.abs().amax()
-    scale = torch.where(largest > 0, largest, 1.0)  # squares of very large or small numbers are out of range
-    exact /= scale
-    difference = mean.div_(scale).sub_(exact).norm()
-    return torch.where(difference == 0, 0.0, difference / exact.norm())

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_quant_hooks.auto.choice import Choice, Round, fastest, reasons, typical_seconds
+from ddp_quant_hooks.averaging import relative_error
 from ddp_quant_hooks.exchange.values import flat_real
-from ddp_quant_hooks.statistics import relative_error
 from dist_utils import OrderedWorker
 from dist_utils.comm_hooks import joined_future
 from dist_utils.process_groups import all_gather_plain, collective_device
