@@ -113,6 +113,14 @@ class Average(ABC):
             task: What :meth:`prepare` has returned.
         """
 
+    @abstractmethod
+    def refuse_flat(self, name: str) -> None:
+        """Raise ``ValueError`` if values need the shapes of tensors, which FSDP's flat gradients do not have.
+
+        Args:
+            name: What hands over flat values, for the error.
+        """
+
     def refuse_shards(self, name: str) -> None:
         """Raise unless :meth:`prepare_shards` works.
 
@@ -193,6 +201,19 @@ class PlannedAverage(Average):
         self._placements.clear()
         self._scratches.clear()
 
+    def learn_hosts(
+        self, hosts: Sequence[int], links: Sequence[Mapping[str, str]], logged_as: str | None
+    ) -> None:
+        """Learn where the ranks are. See :meth:`Average.learn_hosts`.
+
+        Raises:
+            ValueError: Levels do not fit the ranks, or their hosts.
+        """
+        super().learn_hosts(hosts, links, logged_as)
+        # How many levels there can be depends on hosts alone, and not on the links inside them.
+        placement = self._choose_placement(next(iter(links[0])), None)
+        plan_average(placement, 0, 1, Formats(*self._layouts, 4), levels=self._options.levels)
+
     def _plan(
         self,
         plan: Callable[..., Plan],
@@ -209,12 +230,13 @@ class PlannedAverage(Average):
     def _placement(self, device_type: str) -> Placement:
         """Return how ranks with such devices average inside hosts; chosen when it is first asked for."""
         if device_type not in self._placements:
-            assert self._hosts is not None, "the ranks have agreed on where they are"
-            options, links = self._options, [link[device_type] for link in self._links]
-            self._placements[device_type] = choose_placement(
-                self._logged_as, self._hosts, links, options.intra_node, options.bits
-            )
+            self._placements[device_type] = self._choose_placement(device_type, self._logged_as)
         return self._placements[device_type]
+
+    def _choose_placement(self, device_type: str, logged_as: str | None) -> Placement:
+        assert self._hosts is not None, "the ranks have agreed on where they are"
+        options, links = self._options, [link[device_type] for link in self._links]
+        return choose_placement(logged_as, self._hosts, links, options.intra_node, options.bits)
 
     def _scratch(self, device: torch.device) -> list[Scratch]:
         if is_captured(device):
@@ -311,11 +333,15 @@ class FewBits(PlannedAverage):
             error = relative_error(few.to(torch.float32), reference)
         self._counter.add(values.nbytes, group.size(), sent, outside, quantized=True, error=error)
 
-    def refuse_shards(self, name: str) -> None:
-        """See :meth:`Average.refuse_shards`."""
-        levels = self._options.levels
+    def refuse_flat(self, name: str) -> None:
+        """See :meth:`Average.refuse_flat`."""
         if self._options.exact_1d:
             raise ValueError(f"{name}: exact_1d does not work: shards of parameters have no dimensions")
+
+    def refuse_shards(self, name: str) -> None:
+        """See :meth:`Average.refuse_shards`."""
+        self.refuse_flat(name)
+        levels = self._options.levels
         if levels is not None and len(levels) > 1:
             raise ValueError(f"{name}: levels={levels} do not work: a shard goes to its rank without them")
 

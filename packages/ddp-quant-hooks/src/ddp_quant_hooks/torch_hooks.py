@@ -108,7 +108,7 @@ def _average(
             return completed_future(buffer)
         try:
             require_same_bucket(group, name, {"channel": channel}, bucket)
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - raised here, it would leave DDP in the middle of a pass
             return failed_future(error, buffer)
         if buffer.is_sparse:
             return allreduce_hook(group, bucket)

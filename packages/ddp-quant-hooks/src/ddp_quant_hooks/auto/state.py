@@ -378,7 +378,11 @@ def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torc
     except Exception as error:  # noqa: BLE001 - raised here, any would leave DDP in the middle of a pass
         state.fail(error)
         return failed_future(error.with_traceback(None), buffer)
-    return state.average(bucket)
+    try:
+        return state.average(bucket)
+    except Exception as error:
+        state.fail(error)  # the peers hear of it
+        raise
 
 
 def _new_state(kind: type[AutoState], candidates: Any, max_error: float | None) -> AutoState:

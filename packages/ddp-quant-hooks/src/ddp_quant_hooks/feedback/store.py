@@ -144,6 +144,7 @@ class Feedback:
                 "a state with error feedback is for a model's buckets or for plain tensors, not for both: "
                 "make one for each"
             )
+        self.keys.update({owner.name: owner for owner in owners if isinstance(owner, Key)})
         slots = {name: slot for name, slot in slots.items() if name in self._kept and slot.spans}
         bucket = self._bucket_of(owners)
         if bucket is None or not bucket.fits(slots, device):
@@ -153,10 +154,12 @@ class Feedback:
         return bucket
 
     def key_of(self, name: str, tensor: torch.Tensor) -> Key:
-        """Return the key of this name, always the same one, with the shape that its values have now."""
-        key = self.keys.setdefault(name, Key.of(name, tensor))
-        key.shape, key.is_complex = tensor.shape, tensor.is_complex()
-        return key
+        """Return the known key of this name, or a new one, which becomes known with its first residuals."""
+        known = self.keys.get(name)
+        if known is None:
+            return Key.of(name, tensor)
+        known.shape, known.is_complex = tensor.shape, tensor.is_complex()  # of as many values as before
+        return known
 
     def require_length(self, name: str, count: int) -> None:
         """Raise ``ValueError`` if a key was used with another number of values, which its residual has."""

@@ -198,7 +198,7 @@ class GatherHandle(Replacement):
 
         def link() -> str:
             device = modules[0].group.device
-            return link_inside_host(device, on_host=runs_on_host(group, device))
+            return link_inside_host(device.type, on_host=runs_on_host(group, device))
 
         agreement = OrderedWorker(group, name=self._function, terms=terms, note=link)
         hosts, links = agreement.hosts(), agreement.notes()

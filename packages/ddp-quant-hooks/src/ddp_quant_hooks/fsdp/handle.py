@@ -83,7 +83,7 @@ class Handle(Replacement):
         state, places = self._state, self._places()
         if id(state) in _handles:
             raise ValueError("the state is used for a model: make one for each, or remove() the other handle")
-        state.average.refuse_shards("FSDP hands over a module's parameters as one flat tensor")
+        state.average.refuse_flat("FSDP hands over a module's parameters as one flat tensor")
         ranks = dist.get_process_group_ranks(state.process_group)
         for module in self._modules:
             self._refuse_module(module, ranks)

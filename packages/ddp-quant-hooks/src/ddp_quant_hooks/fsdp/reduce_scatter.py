@@ -58,9 +58,13 @@ class _AcrossShards(Handle):
     )
     _same_shards = False
 
+    def _refuse(self) -> None:
+        """Raise unless the state averages shards, and every module is sharded over its ranks."""
+        super()._refuse()
+        self._state.average.refuse_shards("reduce-scatters")
+
     def _refuse_module(self, module: ShardedModule, ranks: list[int]) -> None:
-        """Raise unless the state averages shards, and this module is sharded over ``ranks``."""
-        self._state.average.refuse_shards(self._function)
+        """Raise unless this module is sharded over ``ranks``."""
         if isinstance(module.collective(self._record), _ReduceScatter):
             raise ValueError(f"module {module.name!r} has the reduce-scatter of another state")  # noqa: TRY004
         if module.shard_ranks != ranks:

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.averaging import PlannedAverage, is_sampled
+from ddp_quant_hooks.averaging import PlannedAverage, is_sampled, relative_error
 from ddp_quant_hooks.exchange import exchange
 from ddp_quant_hooks.exchange.exchange import NotFinite, Task
 from ddp_quant_hooks.exchange.plan import Plan
@@ -23,7 +23,7 @@ from ddp_quant_hooks.kernels import VALUE_DTYPES
 from ddp_quant_hooks.kernels.rotation import signs
 from ddp_quant_hooks.lowrank.factors import Arrangement, Factors, arrange, matrix_shape
 from ddp_quant_hooks.options import Options
-from ddp_quant_hooks.statistics import Counter, relative_error
+from ddp_quant_hooks.statistics import BucketCounter
 
 SLOTS = ("own", "factor")
 """What is kept from step to step: what was left of this rank's own values, and the right factors."""
@@ -93,7 +93,7 @@ class LowRank(PlannedAverage):
     """
 
     def __init__(
-        self, options: Options, rank: int, warm_up_steps: int, feedback: Feedback, counter: Counter
+        self, options: Options, rank: int, warm_up_steps: int, feedback: Feedback, counter: BucketCounter
     ) -> None:
         super().__init__(options, feedback, counter)
         self._rank, self._warm_up_steps = rank, warm_up_steps
@@ -107,6 +107,10 @@ class LowRank(PlannedAverage):
     def terms_of(self, owners: Sequence[Owner]) -> Mapping[str, object]:
         """See :meth:`ddp_quant_hooks.averaging.Average.terms_of`."""
         return {"matrices": [*map(shape_of, owners)]}
+
+    def refuse_flat(self, name: str) -> None:
+        """See :meth:`ddp_quant_hooks.averaging.Average.refuse_flat`."""
+        self.refuse_shards(name)
 
     def refuse_shards(self, name: str) -> None:
         """See :meth:`ddp_quant_hooks.averaging.Average.refuse_shards`."""

@@ -112,7 +112,10 @@ def _require(
         owner.require_same_terms(title, terms, about=about)
     else:
         group = resolve_group(owner)
-        _of_groups.setdefault(group, KnownTerms(FirstError())).require(group, title, terms, about)
+        known = _of_groups.get(group)
+        if known is None:
+            known = _of_groups.setdefault(group, KnownTerms(FirstError()))
+        known.require(group, title, terms, about)
 
 
 class HookState:

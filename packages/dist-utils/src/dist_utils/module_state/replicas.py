@@ -238,7 +238,10 @@ def _differences(
     more = 0
     for position in range(max(map(len, claims))):
         said = [tuple(of[position]) if position < len(of) else _NOTHING for of in claims]
-        other = next((index for index, one in enumerate(said) if one != said[0]), None)
+        # Values travel only if all ranks have something of this name and kind here.
+        other = next((index for index, one in enumerate(said) if one[:2] != said[0][:2]), None)
+        if other is None:
+            other = next((index for index, one in enumerate(said) if one != said[0]), None)
         if other is None:
             continue
         (name, text, _), (others_name, others_text, _) = said[0], said[other]

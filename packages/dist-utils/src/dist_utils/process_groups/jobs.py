@@ -56,7 +56,7 @@ class SideStreams:
 
     def wait(self) -> None:
         """Make the caller's streams wait for what is enqueued so far. The host does not wait."""
-        for device, stream in self._streams.items():
+        for device, stream in list(self._streams.items()):  # a job of another thread may add one
             accelerator: Any = torch.get_device_module(device)
             accelerator.current_stream(device).wait_stream(stream)
 
