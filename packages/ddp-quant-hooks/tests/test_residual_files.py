@@ -1,9 +1,12 @@
 """Residuals in files: found by name, checked before anything changes, gathered for one rank's checkpoint."""
 
+import contextlib
 import copy
 import logging
 import os
+import pathlib
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from ddp_quant_hooks import (
     all_reduce,
     quantized_allreduce_hook,
 )
+from ddp_quant_hooks.feedback import checkpoint
 from dist_utils import TensorMismatchError
 from dist_utils.testing import run_ranks, same_bits
 
@@ -101,7 +105,7 @@ WRONG_FILES = {  # what the message must say, and the change of a file
     r"a piece of shape \(38,\) at 0, but only 37 values": _with_piece(0, 1.0, torch.ones(38)),
     r"a piece of shape \(3, 3\) at 0": _with_piece(0, 1.0, torch.ones(3, 3)),
     "a parameter 'layers.0.weight' of 36 values, 2257 long here": _with("layers.0.weight", length=36),
-    "another memory format: with strides": _with("layers.0.weight", strides=(1, 61)),
+    "another memory format: with strides": _with("layers.0.weight", order=(1, 61)),
     "'norm.bias' has values that are not finite": _with_piece(0, 1.0, torch.full((37,), torch.nan)),
     "'norm.bias' has values that are not finite in torch.int64": _with_piece(0, 1.0, torch.ones(37).long()),
 }
@@ -211,6 +215,48 @@ def test_residuals_of_another_kind_on_one_rank_are_an_error_on_all():
     run_ranks(_other_kind, 2)
 
 
+class Weighted(torch.nn.Module):
+    """Its gradients are what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(20, 15))
+        self.bias = torch.nn.Parameter(torch.zeros(15))
+
+    def forward(self, weight, bias):
+        return (self.weight * weight).sum() + (self.bias * bias).sum()
+
+
+def _values(step, count):
+    seed = 1000 * step + dist.get_rank()
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+def _of_1_0(rank, ranks):
+    """Go on from what release 1.0.1 has saved after steps 0 to 2 of two ranks, with ``bits=4``."""
+    saved, tensors = ranks[rank], state_maker(bits=4)()
+    tensors.load_state_dict(saved["keys"])
+    mean = _values(3, 300)
+    all_reduce(mean, dist.ReduceOp.AVG, tensors, key="a")
+    ddp, state = DistributedDataParallel(Weighted()), state_maker(bits=4)()
+    ddp.register_comm_hook(state.bind(ddp), quantized_allreduce_hook)
+    ddp(_values(0, 300).view(20, 15), _values(10, 15)).backward()  # makes the final buckets
+    ddp.zero_grad()
+    state.load_state_dict(saved["parameters"])
+    own = {name: entry["own"][0][2] for name, entry in saved["parameters"]["parameters"].items()}
+    assert_same(own, flat_residuals(state.state_dict()))
+    ddp(_values(3, 300).view(20, 15), _values(13, 15)).backward()
+    assert_same([saved["mean"], *saved["gradients"]], [mean, *(one.grad for one in ddp.parameters())])
+    assert (tensors.state_dict()["steps"], state.state_dict()["steps"]) == (4, 4)
+    turned = torch.nn.ParameterDict({"weight": torch.zeros(15, 20).t(), "bias": torch.zeros(15)})
+    with pytest.raises(ValueError, match="another memory format"):
+        state.load_state_dict(saved["parameters"], turned)
+
+
+def test_a_run_goes_on_from_files_of_1_0():
+    run_ranks(_of_1_0, 2, torch.load(pathlib.Path(__file__).with_name("residuals_of_1_0_1.pt")))
+
+
 def _bound(rank):
     group = [dist.new_group([0, 1]), dist.new_group([2])][rank // 2]
     ddp = DistributedDataParallel(torch.nn.Linear(40, 40), process_group=group)
@@ -289,6 +335,24 @@ def _gathers(rank):
 
 def test_one_rank_gathers_the_residuals_of_all():
     run_ranks(_gathers, 3)
+
+
+def _no_memory(rank):
+    """Rank 0 has no memory for what rank 1 sends: the ranks after it do not wait for it."""
+    run = _trained()
+    full = mock.patch.object(checkpoint, "_memory", side_effect=MemoryError("no room")) if rank == 0 else None
+    whole = run.state.gather_state_dict()
+    with full or contextlib.nullcontext(), pytest.raises((MemoryError, TensorMismatchError), match="no room"):
+        run.state.gather_state_dict()
+    full = mock.patch.object(checkpoint, "_memory", side_effect=MemoryError("no room")) if rank == 2 else None
+    with full or contextlib.nullcontext(), pytest.raises((MemoryError, TensorMismatchError), match="no room"):
+        run.state.scatter_state_dict(whole)
+    run.state.scatter_state_dict(whole)
+    run.step(3)
+
+
+def test_no_memory_for_a_file_is_an_error_on_every_rank():
+    run_ranks(_no_memory, 3, timeout=60)
 
 
 class EndsTheProcess:

@@ -1,5 +1,6 @@
 """Steps are observed: one that did not happen changes no residual, one that happened is counted once."""
 
+import copy
 import gc
 import time
 
@@ -129,6 +130,69 @@ def _resized(_):
 
 def test_a_parameter_that_was_resized_begins_without_residuals():
     run_ranks(_resized, 2, timeout=60)
+
+
+class Convolutions(torch.nn.Module):
+    """A gradient is the sum of what the ranks give, in any memory format."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = torch.nn.Parameter(torch.zeros(16, 8, 3, 3))
+        self.narrow = torch.nn.Parameter(torch.zeros(16, 8, 1, 1))  # of one order in both formats
+
+    def forward(self, *values):
+        return sum((parameter * one).sum() for parameter, one in zip(self.parameters(), values, strict=True))
+
+
+def _gradients(ddp, number):
+    generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
+    ddp.zero_grad()
+    ddp(*(torch.randn(one.shape, generator=generator) for one in ddp.parameters())).backward()
+    return [one.grad.clone(memory_format=torch.contiguous_format) for one in ddp.parameters()]
+
+
+def _memory_formats(_):
+    """Values in another order begin without residuals, those in the same order keep theirs."""
+    for options in ({}, {"gradient_as_bucket_view": True}):
+        net, state = Convolutions(), make_state("feedback both")
+        ddp = _wrap(net, state)
+        for number in range(3):
+            _gradients(ddp, number)
+        kept, saved = _own(state), state.state_dict()
+        del ddp
+        net.to(memory_format=torch.channels_last)
+        with pytest.raises(ValueError, match="'wide' were saved in another memory format"):
+            state.load_state_dict(saved, net)
+        ddp = _wrap(net, state, **options)
+        wide, narrow = _gradients(ddp, 3)
+        fresh, fed_back = make_state("feedback both"), make_state("feedback both")
+        fed_back.load_state_dict({**saved, "parameters": {"narrow": saved["parameters"]["narrow"]}}, net)
+        expected = _gradients(_wrap(copy.deepcopy(net), fresh), 3)
+        assert_same([expected[0]], [wide])
+        assert not torch.equal(expected[1], narrow), "it was fed back"
+        state.discard_step()
+        after = _own(state)
+        assert not after["wide"].any()
+        assert_same([kept["narrow"]], [after["narrow"]])
+
+
+def _memory_format_after_ddp(_):
+    """DDP keeps the first order until it makes its final buckets; only views of buckets show that."""
+    net, state = Convolutions(), make_state("feedback both")
+    ddp = _wrap(net, state, gradient_as_bucket_view=True)
+    net.to(memory_format=torch.channels_last)
+    _gradients(ddp, 0)
+    expected = _gradients(_wrap(copy.deepcopy(net), make_state("feedback both")), 1)
+    assert_same([expected[0]], [_gradients(ddp, 1)[0]])
+
+
+def _all_memory_formats(rank):
+    _memory_formats(rank)
+    _memory_format_after_ddp(rank)
+
+
+def test_residuals_do_not_go_astray_when_a_parameter_changes_its_memory_format():
+    run_ranks(_all_memory_formats, 2, timeout=60)
 
 
 def _all_failures(rank):

@@ -18,6 +18,7 @@ from ddp_quant_hooks.feedback.residuals import (
     OwnerResiduals,
     OwnerSlot,
     Piece,
+    order_of,
     owner_length,
 )
 from dist_utils import start_messages
@@ -54,10 +55,9 @@ def entry_of(owner: Owner, residuals: OwnerResiduals) -> dict[str, Any]:
             "length": slot.length,
             "pieces": [(start, weight, values.cpu().clone()) for start, weight, values in slot.pieces],
         }
-        for name, slot in residuals.items()
+        for name, slot in residuals.slots.items()
     }
-    strides = {} if isinstance(owner, Key) else {"strides": _strides(owner)}
-    return {"length": owner_length(owner), **strides, "slots": slots}
+    return {"length": owner_length(owner), "order": residuals.order, "slots": slots}
 
 
 def read(
@@ -80,7 +80,7 @@ def read(
         ValueError: It does not fit, or it is something else.
     """
     try:
-        return _read(_of_this_version(state), known, identity, coordinates, rank)
+        return _read(_of_this_version(state, known), known, identity, coordinates, rank)
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"these are not residuals that state_dict() returned: {error!r:.200}") from error
 
@@ -109,7 +109,7 @@ def _read(
     return Saved(residuals, _count(state["steps"]), there)
 
 
-def _of_this_version(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def _of_this_version(state: Mapping[str, Any], known: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
     """Return what a file has, in the format of this release."""
     version = state.get("version")
     if version == VERSION:
@@ -120,27 +120,25 @@ def _of_this_version(state: Mapping[str, Any]) -> Mapping[str, Any]:
             f"4 and {VERSION} only: go on without them"
         )
 
-    def slot(entry: Mapping[str, Any], kind: str) -> dict[str, Any]:
-        pieces = [(start, weight, values.to(RESIDUAL_DTYPE)) for start, weight, values in entry[kind]]
-        return {"length": entry["length"], "pieces": pieces}
-
-    def entries(kind: str) -> dict[str, Any]:
+    def entry_of_version_4(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+        slots = {
+            kind: {
+                "length": entry["length"],
+                "pieces": [(start, weight, one.to(RESIDUAL_DTYPE)) for start, weight, one in entry[kind]],
+            }
+            for kind in ("own", "shard")
+        }
         return {
-            name: {**entry, "slots": {"own": slot(entry, "own"), "shard": slot(entry, "shard")}}
-            for name, entry in state[kind].items()
+            "length": entry["length"],
+            "order": order_of(known[name].shape, entry["strides"]) if name in known else (),
+            "slots": slots,
         }
 
-    return {
-        **state,
-        "coordinates": state["places"],
-        "parameters": entries("parameters"),
-        "keys": entries("keys"),
+    kinds = {
+        kind: {name: entry_of_version_4(name, entry) for name, entry in state[kind].items()}
+        for kind in ("parameters", "keys")
     }
-
-
-def _strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the order of a parameter's values in a bucket: the strides of its gradient."""
-    return torch.empty_like(parameter, device="meta").stride()
+    return {**state, "coordinates": state["places"], **kinds}
 
 
 def _count(number: object) -> int:
@@ -157,10 +155,11 @@ def _parameter(name: str, entry: Any, known: Mapping[str, torch.Tensor]) -> torc
         raise ValueError(
             f"the residuals are of a parameter {name!r:.200} of {entry['length']!r:.200} values, {here}"
         )
-    if entry["strides"] != _strides(known[name]):
+    order = order_of(known[name].shape, torch.empty_like(known[name], device="meta").stride())
+    if entry["order"] != order:
         raise ValueError(
             f"the residuals of {name!r:.200} were saved in another memory format: with strides "
-            f"{entry['strides']!r:.200}, here {_strides(known[name])}. Give the parameter that format before "
+            f"{entry['order']!r:.200}, here {order}. Give the parameter that format before "
             "DistributedDataParallel"
         )
     return known[name]
@@ -175,7 +174,7 @@ def _residuals(name: str, entry: Any) -> OwnerResiduals:
     for kind, slot in slots.items():
         if len({one.values.dtype for one in slot.pieces}) > 1:
             raise TypeError(f"slot {kind!r:.200} has pieces of several dtypes")
-    return {kind: slot for kind, slot in slots.items() if slot.pieces}
+    return OwnerResiduals(entry["order"], {kind: slot for kind, slot in slots.items() if slot.pieces})
 
 
 def _piece(name: str, count: int, start: int, weight: float, values: torch.Tensor) -> Piece:

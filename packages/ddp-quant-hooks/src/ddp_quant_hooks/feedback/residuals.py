@@ -58,6 +58,24 @@ def owner_length(owner: Owner) -> int:
     return owner.count if isinstance(owner, Key) else value_count(owner)
 
 
+def value_order(owner: Owner) -> tuple[int, ...]:
+    """Return the order in which an owner's values come in a bucket: of a key always the same.
+
+    DDP has the strides that a parameter had when the buckets were made. They show in a gradient that is a
+    view of its bucket; else those of the parameter must do, which differ after a change of its memory format
+    until the buckets are made again.
+    """
+    if isinstance(owner, Key):
+        return ()
+    tensor = owner if owner.grad is None else owner.grad
+    return order_of(tensor.shape, tensor.stride())
+
+
+def order_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides that decide the order of values: not those of dimensions with one element."""
+    return tuple(stride for size, stride in zip(shape, strides, strict=False) if size != 1)
+
+
 @dataclass(frozen=True)
 class Slot:
     """One kind of numbers that are kept for a bucket from one step to the next.
@@ -110,8 +128,16 @@ class OwnerSlot(NamedTuple):
     pieces: list[Piece]
 
 
-OwnerResiduals: TypeAlias = Mapping[str, OwnerSlot]
-"""All that is kept for an owner, by the names of the slots."""
+class OwnerResiduals(NamedTuple):
+    """All that is kept for an owner.
+
+    Attributes:
+        order: The order of its values when they came last; see :func:`value_order`.
+        slots: By the names of the slots.
+    """
+
+    order: tuple[int, ...]
+    slots: Mapping[str, OwnerSlot]
 
 
 @dataclass
@@ -237,9 +263,9 @@ class BucketResiduals:
         return cls(starts, residuals)
 
     @classmethod
-    def of_owner(cls, length: int, kept: OwnerResiduals) -> BucketResiduals:
+    def of_owner(cls, length: int, slots: Mapping[str, OwnerSlot]) -> BucketResiduals:
         """Return a copy of what is kept for one owner of so many values, for reading only."""
-        return cls((0, length), {name: Residual.of_owner(slot) for name, slot in kept.items()})
+        return cls((0, length), {name: Residual.of_owner(slot) for name, slot in slots.items()})
 
     def span(self, slot: str, start: int, length: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return a part of a slot's memory: what the step reads, and what it must write.

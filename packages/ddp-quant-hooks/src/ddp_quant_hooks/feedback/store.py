@@ -18,6 +18,7 @@ from ddp_quant_hooks.feedback.residuals import (
     Residual,
     Slot,
     owner_length,
+    value_order,
 )
 from ddp_quant_hooks.feedback.step import Kind, Step
 from dist_utils import torch_compat
@@ -32,17 +33,17 @@ class _Member(NamedTuple):
     Attributes:
         bucket: The bucket in which its values came last.
         number: Its place in the order of the bucket's owners.
-        order: How many values it had then, and how they were ordered.
+        order: The order of its values there; see :func:`value_order`.
     """
 
     bucket: BucketResiduals
     number: int
     order: tuple[int, ...]
 
-
-def _order(owner: Owner) -> tuple[int, ...]:
-    """Return how many values an owner has, and for a parameter its strides, in which DDP orders them."""
-    return owner_length(owner), *(() if isinstance(owner, Key) else owner.stride())
+    @property
+    def length(self) -> int:
+        """How many values it had there."""
+        return self.bucket.starts[self.number + 1] - self.bucket.starts[self.number]
 
 
 class Feedback:
@@ -200,14 +201,15 @@ class Feedback:
         """Yield the owners and their residuals as of the last step that counts. All jobs must have run."""
         written = {id(residual) for residual, failed in self._written_residuals() if not failed}
         unused = set() if self._step is None else {*map(id, self._step.unused)}
-        for owner, (bucket, number, order) in self._members.items():
-            if order != _order(owner):
-                continue  # a parameter was resized, or its values are in another order now
+        for owner, member in self._members.items():
+            if member.length != owner_length(owner):
+                continue  # a parameter was resized
             kept = {}
-            for name, residual in bucket.slots.items():
+            for name, residual in member.bucket.slots.items():
                 new = residual.next if id(residual) in written and id(owner) not in unused else None
-                kept[name] = residual.of(number, residual.last if new is None else new)
-            yield owner, {name: slot for name, slot in kept.items() if slot.pieces}
+                kept[name] = residual.of(member.number, residual.last if new is None else new)
+            slots = {name: slot for name, slot in kept.items() if slot.pieces}
+            yield owner, OwnerResiduals(member.order, slots)
 
     def forget(self) -> None:
         """Start over as if nothing had been lost so far. All jobs must have run."""
@@ -217,10 +219,13 @@ class Feedback:
 
     def load(self, residuals: Sequence[tuple[Owner, OwnerResiduals]], steps: int) -> None:
         """Replace everything with copies of saved residuals. All jobs must have run."""
-        loaded = [(owner, BucketResiduals.of_owner(owner_length(owner), kept)) for owner, kept in residuals]
+        loaded = [
+            (owner, _Member(BucketResiduals.of_owner(owner_length(owner), kept.slots), 0, kept.order))
+            for owner, kept in residuals
+        ]
         self.forget()
-        for owner, bucket in loaded:
-            self._members[owner] = _Member(bucket, 0, _order(owner))
+        for owner, member in loaded:
+            self._members[owner] = member
             if isinstance(owner, Key):
                 self.keys[owner.name] = owner
         self.origin, self._steps = f"of {'keys' if self.keys else 'parameters'} in step {steps}", steps
@@ -266,22 +271,23 @@ class Feedback:
     def _bucket_of(self, owners: Sequence[Owner]) -> BucketResiduals | None:
         """Return the bucket that these owners were in, in this order, without others and as they are now."""
         bucket = None
-        for index, owner in enumerate(owners):
+        for number, owner in enumerate(owners):
             member = self._members.get(owner, None)
-            if member is None or (member.number, member.order) != (index, _order(owner)):
+            if member is None or (bucket is not None and member.bucket is not bucket):
                 return None
-            if bucket is not None and member.bucket is not bucket:
+            here = number, owner_length(owner), value_order(owner)
+            if (member.number, member.length, member.order) != here:
                 return None
             bucket = member.bucket
         return bucket if bucket is not None and len(bucket.starts) == len(owners) + 1 else None
 
     def _move(self, owners: Sequence[Owner], bucket: BucketResiduals) -> None:
         """Copy the owners' residuals from where they are, and forget them there."""
-        for index, owner in enumerate(owners):
-            order, old = _order(owner), self._members.get(owner, None)
+        for number, owner in enumerate(owners):
+            member, old = _Member(bucket, number, value_order(owner)), self._members.get(owner, None)
             if old is not None:
                 self._dropped += old.bucket.kept(old.number)
-                if old.order == order:
-                    self._dropped -= bucket.take(index, old.bucket, old.number)
+                if (old.length, old.order) == (member.length, member.order):
+                    self._dropped -= bucket.take(number, old.bucket, old.number)
                 old.bucket.freeze()
-            self._members[owner] = _Member(bucket, index, order)
+            self._members[owner] = member
