@@ -62,7 +62,7 @@ def test_with_a_compiler_the_wheel_has_its_library_and_is_for_this_platform(tmp_
 PROGRAM = """
 import torch
 from ddp_quant_hooks import kernels
-message = torch.empty(132, dtype=torch.uint8)
+message = torch.empty(144, dtype=torch.uint8)
 kernels.encode(torch.full((100,), 3.0), message, kernels.Layout("int8", 128))
 print(message[:4].tolist(), kernels.describe())
 from ddp_quant_hooks.kernels.programs import source

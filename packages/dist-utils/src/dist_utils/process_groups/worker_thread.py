@@ -90,7 +90,8 @@ class WorkerThread:
             if (job := self._jobs.get()) is not None:
                 self._handle(job)
         self._destroy_group()
-        self._forget_address()
+        if self._failure.error is None:  # else the store may be out of reach, and a request waits for long
+            self._forget_address()
 
     def _handle(self, job: Job[Any] | threading.Event) -> None:
         if isinstance(job, threading.Event):
