@@ -11,9 +11,7 @@ import torch
 from ddp_quant_hooks import kernels
 from ddp_quant_hooks.exchange.spans import Span
 from ddp_quant_hooks.kernels import Layout
-
-_ALIGNMENT = 16
-"""Messages begin at multiples of so many bytes, where GPUs read and write most at a time."""
+from ddp_quant_hooks.kernels.layout import ALIGNMENT
 
 _MOST_PLANS = 1 << 12
 
@@ -50,7 +48,7 @@ class ShardFormat:
     @cached_property
     def message_bytes(self) -> int:
         """The size of a message."""
-        return -(-self.exact_bytes.stop // _ALIGNMENT) * _ALIGNMENT
+        return -(-self.exact_bytes.stop // ALIGNMENT) * ALIGNMENT
 
     def encode(self, shard: torch.Tensor, message: torch.Tensor) -> None:
         """Write the message of a shard."""
