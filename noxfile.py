@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import sys
 import time
@@ -58,6 +59,9 @@ TESTED_ON_HOST: list[str] = []
 ENV: dict[str, str | None] = {"PYTHONDONTWRITEBYTECODE": None, "RES_OPTIONS": "timeout:1 attempts:1"}
 if "PIP_FIND_LINKS" in os.environ:  # a local folder of wheels; uv uses another variable
     ENV["UV_FIND_LINKS"] = os.environ.get("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
+SAYS_WHERE_FROM = re.compile("(PIP|UV)_.*(INDEX|FIND_LINKS|TORCH_BACKEND)")
+if not shutil.which("nvidia-smi") and not any(map(SAYS_WHERE_FROM.match, os.environ)):
+    ENV["UV_TORCH_BACKEND"] = "cpu"  # an index's first choice brings CUDA, 5 GB
 
 
 def install(
