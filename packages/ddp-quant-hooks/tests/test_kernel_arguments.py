@@ -134,7 +134,11 @@ def test_what_is_wrong_is_refused_before_anything_is_written(backend, error, cal
     ("make", "error", "text"),
     [
         (lambda: Layout("int8", 128.0), TypeError, "block_size must be an int, got 128.0"),
-        (lambda: Layout("int5", 128), ValueError, "format must be one of int8, int4, fp16, got 'int5'"),
+        (
+            lambda: Layout("int5", 128),
+            ValueError,
+            "format must be one of int8, int4, fp16, bfloat16, float16, got 'int5'",
+        ),
         (lambda: Layout("int8", 96), ValueError, "block_size must be one of"),
         (
             lambda: Layout("fp16", 128, rotate=True),

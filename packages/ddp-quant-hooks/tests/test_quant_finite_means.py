@@ -22,6 +22,7 @@ FLAT = {
     "int8": (quantized_allreduce_hook, lambda: make_state("feedback both")),
     "int4": (quantized_allreduce_hook, lambda: make_state("int4", error_feedback="both")),
     "int4/fp16": (quantized_allreduce_hook, lambda: make_state("int4", gather="fp16", error_feedback="both")),
+    "16 bits": (quantized_allreduce_hook, lambda: make_state("int8", bits=16)),
     "plain": (quantized_allreduce_hook, lambda: make_state("feedback both", min_bytes=1 << 30)),
     "exact": (quantized_allreduce_hook, lambda: make_state("feedback both", exact_1d=True)),
     "perchannel": (quantization_perchannel_hook, lambda: None),

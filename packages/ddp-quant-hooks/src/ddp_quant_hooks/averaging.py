@@ -189,7 +189,6 @@ class PlannedAverage(Average):
     def __init__(self, options: Options, feedback: Feedback, counter: BucketCounter) -> None:
         super().__init__(counter)
         self._options, self._feedback = options, feedback
-        self._layouts = options.scatter_layout, options.gather_layout
         self._placements: dict[str, Placement] = {}
         self._scratches: dict[torch.device, list[Scratch]] = {}
         self._prepared = 0
@@ -212,7 +211,8 @@ class PlannedAverage(Average):
         super().learn_hosts(hosts, links, logged_as)
         # How many levels there can be depends on hosts alone, and not on the links inside them.
         placement = self._choose_placement(next(iter(links[0])), None)
-        plan_average(placement, 0, 1, Formats(*self._layouts, 4), levels=self._options.levels)
+        formats = Formats(*self._options.layouts(torch.float32), 4)
+        plan_average(placement, 0, 1, formats, levels=self._options.levels)
 
     def _plan(
         self,
@@ -222,7 +222,8 @@ class PlannedAverage(Average):
         like: torch.Tensor,
         **options: Any,
     ) -> Plan:
-        formats = Formats(*self._layouts, like.dtype.to_real().itemsize)
+        dtype = like.dtype.to_real()
+        formats = Formats(*self._options.layouts(dtype), dtype.itemsize)
         on_streams = not runs_on_host(group, like.device)
         placement = self._placement(like.device.type)
         return plan(placement, group.rank(), count, formats, on_streams=on_streams, **options)

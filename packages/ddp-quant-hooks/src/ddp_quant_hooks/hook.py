@@ -20,7 +20,7 @@ from dist_utils.torch_compat import GradBucket, profiler_range
 def quantized_allreduce_hook(
     state: QuantizedAllreduceState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket with 8 or 4 bits a value on the wire.
+    """Average a bucket with 16, 8 or 4 bits a value on the wire.
 
     Values are cut into blocks. A block is sent as small integers and one fp32 scale, its largest magnitude.
     The mean is computed in fp32. With three or more ranks, one rank computes the mean of each shard and sends

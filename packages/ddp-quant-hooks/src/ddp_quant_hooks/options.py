@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+import torch
+
 from ddp_quant_hooks.exchange.placement import INTRA_NODE
 from ddp_quant_hooks.kernels.layout import Format, Layout
 
 _EXACT_BYTES_PER_RANK, _MOST_EXACT_BYTES = 1 << 17, 1 << 20
 """On loopback 8 bits took 1.2 of fp32's time for 256 KiB on two ranks and 0.9 for 1 MiB; on eight, 1.5 for
 512 KiB and 0.9 for 4 MiB. DDP's first bucket of 1 MiB is never below them."""
+
+_FORMATS: dict[int, Format] = {16: "bfloat16", 8: "int8", 4: "int4"}
 
 ErrorFeedback: TypeAlias = Literal["none", "shard", "both"]
 
@@ -21,7 +25,7 @@ ErrorFeedback: TypeAlias = Literal["none", "shard", "both"]
 class Options:
     """A user's options, with the defaults filled in; see ``QuantizedAllreduceState``."""
 
-    bits: Literal[8, 4]
+    bits: Literal[16, 8, 4]
     block_size: int
     gather: Format
     rotate: bool
@@ -40,13 +44,19 @@ class Options:
     @property
     def scatter_layout(self) -> Layout:
         """The format in which values are sent."""
-        return Layout("int8" if self.bits == 8 else "int4", self.block_size, self.rotate)
+        return Layout(_FORMATS[self.bits], self.block_size, self.rotate)
 
     @property
     def gather_layout(self) -> Layout:
         """The format in which averages are sent."""
         # 16-bit floats round relative to each value: a block's largest value costs the others nothing.
         return Layout(self.gather, self.block_size, self.rotate and self.gather != "fp16")
+
+    def layouts(self, dtype: torch.dtype) -> tuple[Layout, Layout]:
+        """Return the formats in which values of a dtype, and averages of them, are sent."""
+        if self.bits == 16 and dtype == torch.float16:  # which has more digits than bfloat16
+            return (Layout("float16", self.block_size),) * 2
+        return self.scatter_layout, self.gather_layout
 
 
 def check_options(
@@ -69,16 +79,24 @@ def check_options(
         ValueError: An option has an unknown value.
     """
     bits = _whole("bits", bits)
-    if bits not in {8, 4}:
-        raise ValueError(f"bits must be 8 or 4, got {bits!r}")
-    few = "int8" if bits == 8 else "int4"
-    gather = _choice("gather", gather, few, ("int8", "int4", "fp16"))
+    if bits not in _FORMATS:
+        raise ValueError(f"bits must be 16, 8 or 4, got {bits!r}")
+    if bits == 16:
+        _refuse_with_floats(
+            gather=gather,
+            block_size=block_size,
+            rotate=rotate or None,
+            error_feedback=None if error_feedback == "none" else error_feedback,
+        )
+        gather, rotate = "bfloat16", False
+    else:
+        gather = _choice("gather", gather, _FORMATS[bits], ("int8", "int4", "fp16"))
     if gather == "int4" and bits != 4:
         raise ValueError("gather='int4' needs bits=4: averages would be rounded more than values")
-    default_feedback = "none" if bits == 8 else "both"
+    default_feedback = "both" if bits == 4 else "none"
     if not isinstance(exact_1d, bool):
         raise TypeError(f"exact_1d must be True or False, got {exact_1d!r}")
-    block_size = _whole("block_size", (128 if bits == 8 else 32) if block_size is None else block_size)
+    block_size = _whole("block_size", (32 if bits == 4 else 128) if block_size is None else block_size)
     if not (rotate is None or isinstance(rotate, bool)):
         raise TypeError(f"rotate must be None, True or False, got {rotate!r}")
     options = Options(
@@ -95,6 +113,16 @@ def check_options(
     )
     options.scatter_layout  # noqa: B018 - raises if there is no such block
     return options
+
+
+def _refuse_with_floats(**options: Any) -> None:
+    """Raise if an option is given that 16 bits do not have."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}={value!r} does not work with bits=16: values become 16-bit floats, which have no "
+                "blocks, and leave nothing to feed back"
+            )
 
 
 def _choice(name: str, value: Any, default: str, choices: tuple[str, ...]) -> Any:

@@ -204,7 +204,8 @@ class _ChunkExchange:
         large = self.scratch.take(means.numel(), torch.float32) if half else means
         kernels.decode_shards(messages, lengths, layout, large)
         largest = torch.finfo(means.dtype).max  # finite means stay finite
-        large.mul_(factor).clamp_(-largest, largest)
+        enlarged = (large * factor).clamp_(-largest, largest)
+        torch.where(large.isfinite(), enlarged, large, out=large)
         if half:
             means.copy_(large)
 

@@ -17,7 +17,7 @@ from dist_utils.process_groups import record_use
 
 
 def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) -> Handle:
-    """Average between nodes, with 8 or 4 bits a value, the gradients that FSDP has reduced inside a node.
+    """Average between nodes, with 16, 8 or 4 bits a value, the gradients that FSDP has reduced inside a node.
 
     For models that ``fully_shard`` has sharded over the ranks of a node, or over this rank alone (a mesh of
     one rank, for plain data parallelism). The result is that of native HSDP, which has a mesh of two

@@ -16,11 +16,14 @@ from ddp_quant_hooks.tensors.shards import run_reduce_scatter
 
 
 def quantize_reduce_scatter(model: torch.nn.Module, state: QuantizedAllreduceState) -> Handle:
-    """Reduce and scatter FSDP's gradients with 8 or 4 bits a value: for sharding across slow links.
+    """Reduce and scatter FSDP's gradients with 16, 8 or 4 bits a value: for sharding across slow links.
 
     Every module that ``fully_shard`` was applied to gets :func:`ddp_quant_hooks.reduce_scatter_tensor` as its
     reduce-scatter (``FSDPModule.set_custom_reduce_scatter``). Parameters are gathered as they are: weights
     stay exact. One ``backward()`` is one step, with error feedback (``"both"``).
+
+    With ``bits=16`` gradients are sent as bfloat16, which loses nothing if ``param_dtype`` is bfloat16, and
+    summed in fp32, in the order of ranks: what ``reduce_dtype=torch.float32`` gives, for half of its bytes.
 
     Args:
         model: As for :func:`quantize_all_reduce`, on a mesh with shards; for HSDP too.
@@ -46,6 +49,7 @@ def quantize_reduce_scatter(model: torch.nn.Module, state: QuantizedAllreduceSta
     Example:
         >>> fully_shard(model)  # doctest: +SKIP
         >>> quantize_reduce_scatter(model, QuantizedAllreduceState())  # doctest: +SKIP
+        >>> quantize_reduce_scatter(model, QuantizedAllreduceState(bits=16))  # or: in 16 # doctest: +SKIP
     """
     return _AcrossShards(model, state)
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from ddp_quant_hooks.kernels import low_rank, torch_ops
+from ddp_quant_hooks.kernels import floats, low_rank, torch_ops
 from ddp_quant_hooks.kernels.affine import AffineLayout
 from ddp_quant_hooks.kernels.call import (
     VALUE_DTYPES,
@@ -86,6 +86,8 @@ def encode(
     are above a quarter of the largest, and if that makes its step smaller: its values get fixed random signs
     and then the Walsh-Hadamard transform, so that a few large values do not cost the others their accuracy. A
     block is never rotated if one of its values is zero, or if the largest is not between 2^-100 and 2^100.
+
+    Values that become 16-bit floats themselves (see :mod:`ddp_quant_hooks.kernels.floats`) have no blocks.
 
     Args:
         values: Flat and contiguous; fp32, bf16 or fp16.
@@ -200,7 +202,9 @@ def decode_shards(
 
 def _run(call: KernelCall) -> None:
     call.begin()
-    if any(call.lengths):
+    if call.layout.dtype is not None or call.new_layout.dtype is not None:
+        floats.run(call)
+    elif any(call.lengths):
         backend_for(call.device).run(call)
 
 
@@ -225,6 +229,9 @@ def not_finite(messages: Sequence[torch.Tensor], lengths: Sequence[int], layout:
         for index, (message, length) in enumerate(zip(messages, lengths, strict=True))
     ]
     check_messages(named, layout, messages[0].device)
+    if layout.dtype is not None:
+        values = [floats.values_of(message, layout.dtype, length) for _, message, length in named]
+        return ~torch.cat(values).isfinite().all()
     scales = [layout.scales(message, length) for _, message, length in named]
     return torch.cat(scales).isnan().any()
 

@@ -10,11 +10,13 @@ import torch
 WIRE_VERSION = 4
 """Version of the message format and of how values are chunked and sharded, equal on all ranks."""
 
-Format: TypeAlias = Literal["int8", "int4", "fp16"]
+Format: TypeAlias = Literal["int8", "int4", "fp16", "bfloat16", "float16"]
 """What a value becomes, relative to the largest magnitude of its block: an integer from -127 to 127 or
-from -7 to 7, or a 16-bit float from -1 to 1."""
+from -7 to 7, or a 16-bit float from -1 to 1. With ``"bfloat16"`` and ``"float16"``: itself, in 16 bits,
+relative to nothing."""
 
-_BITS = {"int8": 8, "int4": 4, "fp16": 16}
+_BITS = {"int8": 8, "int4": 4, "fp16": 16, "bfloat16": 16, "float16": 16}
+_FLOATS: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 SCALE_BYTES = 4
 ALIGNMENT = 16
@@ -30,7 +32,8 @@ def is_integer(number: object) -> bool:
 class Layout:
     """The layout of a message: ``[payload][one fp32 scale per block]``, without a header.
 
-    It is a multiple of 16 bytes long; nothing is ever written or read behind the last scale.
+    Values that are relative to nothing have no scales. A message is a multiple of 16 bytes long; nothing is
+    ever written or read behind the last scale.
 
     Args:
         format: The format of the payload's numbers.
@@ -54,8 +57,13 @@ class Layout:
             raise ValueError(f"format must be one of {', '.join(_BITS)}, got {self.format!r}")
         if self.block_size not in _BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {_BLOCK_SIZES}, got {self.block_size!r}")
-        if self.rotate and self.format == "fp16":
-            raise ValueError("rotate needs a format of integers, got 'fp16'")
+        if self.rotate and _BITS[self.format] == 16:
+            raise ValueError(f"rotate needs a format of integers, got {self.format!r}")
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of values that are relative to nothing; ``None`` if they are relative to their blocks."""
+        return _FLOATS.get(self.format)
 
     def blocks(self, values: int) -> int:
         """Return how many blocks ``values`` values fill."""
@@ -63,17 +71,21 @@ class Layout:
 
     def payload_bytes(self, values: int) -> int:
         """Return the bytes of the numbers, without scales."""
+        if self.dtype is not None:
+            return values * self.dtype.itemsize
         return self.blocks(values) * self.block_size * _BITS[self.format] // 8
 
     def message_bytes(self, values: int) -> int:
         """Return the bytes of a message of ``values`` values."""
-        length = self.payload_bytes(values) + SCALE_BYTES * self.blocks(values)
+        scales = 0 if self.dtype is not None else self.blocks(values)
+        length = self.payload_bytes(values) + SCALE_BYTES * scales
         return -(-length // ALIGNMENT) * ALIGNMENT  # so that the next message is aligned too
 
     def scales(self, message: torch.Tensor, values: int) -> torch.Tensor:
         """Return the fp32 scales in a message: the largest magnitude of each block, NaN if not finite.
 
-        For a rotated block, it is the largest magnitude of its rotated values, with a minus sign.
+        For a rotated block, it is the largest magnitude of its rotated values, with a minus sign. A message
+        of values that are relative to nothing has none.
         """
         start = self.payload_bytes(values)
         return message[start : start + SCALE_BYTES * self.blocks(values)].view(torch.float32)

@@ -47,7 +47,7 @@ def all_reduce(
     *,
     key: str | None = None,
 ) -> Future | None:
-    """Sum or average tensors over all ranks, in place, with 8 or 4 bits a value on the wire.
+    """Sum or average tensors over all ranks, in place, with 16, 8 or 4 bits a value on the wire.
 
     A sequence of tensors is sent as if they were one, cut into chunks; only chunks on the wire are copied.
     The tensors of each dtype are treated as :func:`quantized_allreduce_hook` treats a bucket: those of fp64,

@@ -79,9 +79,9 @@ def reduce_scatter_tensor(
             callback of another call's future.
 
     Cost:
-        (W - 1) / W bytes a value of ``input`` with 8 bits, and 3 % for scales. With error feedback one small
-        all-reduce more: whether all shards are finite. ``input`` below ``min_bytes``,
-        or of fp64, is reduced without compression.
+        (W - 1) / W bytes a value of ``input`` with 8 bits, and 3 % for scales; 2 (W - 1) / W with 16. With
+        error feedback one small all-reduce more: whether all shards are finite. ``input`` below
+        ``min_bytes``, or of fp64, is reduced without compression.
 
     Source:
         ``torch.distributed.reduce_scatter_tensor``.
