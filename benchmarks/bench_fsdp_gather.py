@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,12 @@ SIDES: dict[str, dict[str, Any]] = {
         "reshard": 2,
     },
     "both in 8 bits, kept for backward": {"gradients": {}, "parameters": {"keep_for_backward": True}},
+    "differences in 4 bits, gradients in 8": {"gradients": {}, "parameters": {"differences": True}},
+    "differences and gradients in 4 bits": {
+        "gradients": {"bits": 4, "error_feedback": "none"},
+        "parameters": {"differences": True},
+    },
+    "gradients in 16 bits": {"gradients": {"bits": 16}},
 }
 SMALL = (32, 64, 128, 256, 512, 1024)
 """KiB of a module in fp32."""
@@ -95,10 +101,10 @@ def measure(rank: int, repeats: int, names: list[str]) -> tuple[dict[str, list[f
     return seconds, moved
 
 
-def times_of(rate: str, repeats: int, where: str) -> dict[str, Any]:
-    """Return times and bytes with one rate of the links and one placement."""
+def times_of(rate: str, repeats: int, where: str, names: Sequence[str] = tuple(SIDES)) -> dict[str, Any]:
+    """Return times and bytes of some sides with one rate of the links and one placement."""
     inside = where != "4 hosts of 1 rank"
-    names = [name for name in SIDES if inside or RESHARDED not in name]
+    names = [name for name in names if inside or RESHARDED not in name]
     ranks = on_ranks(measure, 4, repeats, names, rate=rate, placement=PLACEMENTS[where])
     times = slowest([seconds for seconds, _ in ranks])
     for name, entry in times.items():

@@ -36,7 +36,7 @@ def _options(_):
     net = sharded(init_device_mesh("cpu", (2,)))
     for error, match, options in (
         (ValueError, "bits=4 is not for weights: it cost loss in every fine-tuning run", {"bits": 4}),
-        (ValueError, "bits must be 8, got 16", {"bits": 16}),
+        (ValueError, "bits must be 8, or 4 with differences=True, got 16", {"bits": 16}),
         (ValueError, "block_size must be one of", {"block_size": 100}),
         (TypeError, "block_size must be an int", {"block_size": 128.0}),
         (TypeError, "rotate must be True or False, got None", {"rotate": None}),

@@ -33,15 +33,16 @@ _LEAST_BYTES = 1 << 17
 def quantize_all_gather(
     model: torch.nn.Module,
     *,
-    bits: Literal[8] = 8,
+    bits: Literal[8, 4] | None = None,
     block_size: int | None = None,
     rotate: bool = True,
     exact_1d: bool = True,
     min_bytes: int | None = None,
     intra_node: Literal["auto", "quantized", "flat"] = "auto",
     keep_for_backward: bool = False,
+    differences: bool = False,
 ) -> GatherHandle:
-    """Gather FSDP's parameters with 8 bits a value.
+    """Gather FSDP's parameters with 8 bits a value, or 4 of what has changed.
 
     Every module that ``fully_shard`` was applied to gathers its parameters in few bits, before its forward
     and its backward pass (``FSDPModule.set_custom_all_gather``). Each rank rounds its shard, and all ranks
@@ -57,11 +58,12 @@ def quantize_all_gather(
     Args:
         model: An FSDP module, or a module that contains some, after ``fully_shard`` has been applied to all
             of them, on meshes with shards; for HSDP and with tensor parallelism, too.
-        bits: Bits of a value on the wire: 8. Not 4: they cost loss in every fine-tuning run that was
-            measured, and training adapts to the rounded weights, so that the exact ones in the checkpoint can
-            be worse than those that were trained with.
-        block_size: Values that share a scale: a power of two from 32 to 1024. ``None``: 128. No block has
-            values of two parameters.
+        bits: Bits of a value on the wire: 8, or with ``differences`` 4, which ``None`` chooses. Not 4 of the
+            weights themselves: they cost loss in every fine-tuning run that was measured, and training adapts
+            to the rounded weights, so that the exact ones in the checkpoint can be worse than those that were
+            trained with.
+        block_size: Values that share a scale: a power of two from 32 to 1024. ``None``: 128 for 8 bits, 32
+            for 4. No block has values of two parameters.
         rotate: As for :class:`QuantizedAllreduceState`.
         exact_1d: Gather parameters of one dimension as they are.
         min_bytes: Modules whose gathered parameters are smaller are gathered in full precision. ``None``:
@@ -72,9 +74,17 @@ def quantize_all_gather(
             gathers nothing: a byte a value of the whole model on every rank, from the forward to the backward
             pass of each module. Modules that stay gathered, or are resharded to a number of ranks, are not
             kept.
+        differences: Send between hosts how the shard differs from what was gathered last, in 4 bits, and
+            inside hosts weights as they are: those of the forward pass differ by the rounding of a change,
+            and not of a value. What it loses is in the next difference. A backward pass gathers what the last
+            forward pass has gathered, inside hosts. Each rank keeps copies of a host's share of the model
+            (model / ranks of a host, in ``param_dtype``); with one rank a host, on a single host, and with
+            ``"flat"``, of the whole model. The first gather, and every one after which the error of a
+            parameter's shard would be above 0.5 %, sends values: so what is loaded or changed in place needs
+            no call. Copies are no part of a checkpoint: see :meth:`GatherHandle.start_over`.
 
     Returns:
-        A handle, with ``statistics``, and to end it with ``remove()``.
+        A handle, with ``statistics``, to end it with ``remove()``.
 
     Raises:
         TypeError, ValueError: The model is not a module, or has no FSDP module; a module is not sharded, has
@@ -89,7 +99,8 @@ def quantize_all_gather(
         Collective, over the store, in every group that shares shards. A gather sends 1.03 bytes a value
         instead of two or four, in FSDP's own process group and on its stream, and waits where FSDP's own
         does. While it runs it needs memory for as many bytes as the module has values. Decoding takes about a
-        nanosecond a value on one core.
+        nanosecond a value on one core. With ``differences`` 0.63 bytes a value, in the forward pass only, go
+        to other hosts; and on GPUs the host waits for each gather of a forward pass.
 
     Example:
         >>> fully_shard(model, reshard_after_forward=ranks_per_host)  # doctest: +SKIP
@@ -105,6 +116,7 @@ def quantize_all_gather(
         min_bytes=min_bytes,
         intra_node=intra_node,
         keep_for_backward=keep_for_backward,
+        differences=differences,
     )
 
 
@@ -133,6 +145,8 @@ class GatherHandle(Replacement):
     def relative_error(self) -> float | None:
         """Return the error of this rank's shards, as they are now, when they are gathered in few bits.
 
+        With ``differences``: of what was gathered last.
+
         Returns:
             Relative to their values, in the L2 norm. ``None`` if this rank has none that are rounded.
 
@@ -143,12 +157,20 @@ class GatherHandle(Replacement):
         error, values = (sum(column) for column in zip((0.0, 0.0), *squares, strict=True))
         return math.sqrt(error / values) if values else None
 
+    def start_over(self) -> None:
+        """Forget what was gathered, on every rank: with ``differences`` the next gathers send values.
+
+        Call it where a checkpoint is saved, and the job that goes on and the one that resumes have the same
+        bits. Frees the copies until then.
+        """
+        for gather in self._gathers.values():
+            gather.start_over()
+
     def remove(self) -> None:
         """Restore what FSDP did before. A second call does nothing."""
         super().remove()
         self._in_training.stop()
-        for gather in self._gathers.values():
-            gather.drop_kept()
+        self.start_over()
 
     @cached_property
     def _options(self) -> GatherOptions:
@@ -203,9 +225,7 @@ class GatherHandle(Replacement):
         agreement = OrderedWorker(group, name=self._function, terms=terms, note=link)
         hosts, links = agreement.hosts(), agreement.notes()
         if group.rank() == 0:
-            _log.info(
-                "%s: %s", self._function, _describe(hosts, links, flat=self._options.intra_node == "flat")
-            )
+            _log.info("%s: %s", self._function, _describe(hosts, links, self._options))
         return hosts
 
     def _gather_of(self, module: ShardedModule) -> ModuleGather:
@@ -237,6 +257,7 @@ def _check_options(
     min_bytes: Any,
     intra_node: Any,
     keep_for_backward: Any,
+    differences: Any,
 ) -> GatherOptions:
     """Return the options after checking their types and values.
 
@@ -244,17 +265,19 @@ def _check_options(
         TypeError: An option is of another type.
         ValueError: An option has an unknown value.
     """
-    if bits == 4:
+    if bits == 4 and not differences:
         raise ValueError(
             "bits=4 is not for weights: it cost loss in every fine-tuning run that was measured, and the "
-            "exact weights of a checkpoint can be worse than the rounded ones that were trained with"
+            "exact weights of a checkpoint can be worse than the rounded ones that were trained with; for "
+            "their differences it is: differences=True"
         )
-    if bits != 8:
-        raise ValueError(f"bits must be 8, got {bits!r}")
+    if bits not in (None, 8, 4):
+        raise ValueError(f"bits must be 8, or 4 with differences=True, got {bits!r}")
     for name, value in {
         "rotate": rotate,
         "exact_1d": exact_1d,
         "keep_for_backward": keep_for_backward,
+        "differences": differences,
     }.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {value!r}")
@@ -267,22 +290,41 @@ def _check_options(
         raise ValueError("intra_node='full' would send the same weights in more bytes: use 'auto'")
     if intra_node not in ("auto", "quantized", "flat"):
         raise ValueError(f"intra_node must be 'auto', 'quantized' or 'flat', got {intra_node!r}")
+    if differences:
+        _refuse_with_differences(bits, intra_node, keep_for_backward=keep_for_backward)
     options = GatherOptions(
-        128 if block_size is None else block_size,
+        (32 if differences else 128) if block_size is None else block_size,
         rotate,
         exact_1d,
         operator.index(least),
         intra_node,
         keep_for_backward,
+        differences,
     )
     options.layout  # noqa: B018 - raises if there is no such block
     return options
 
 
-def _describe(hosts: list[int], links: list[str], *, flat: bool) -> str:
+def _refuse_with_differences(bits: Any, intra_node: str, *, keep_for_backward: bool) -> None:
+    """Raise for an option that does not work with differences."""
+    if bits == 8:
+        raise ValueError("bits=8 does not work with differences=True, which sends them in 4")
+    if keep_for_backward:
+        raise ValueError(
+            "keep_for_backward does not work with differences=True, which keeps what was gathered anyway"
+        )
+    if intra_node == "quantized":
+        raise ValueError(
+            "intra_node='quantized' does not work with differences=True: inside hosts weights go round as "
+            "they are"
+        )
+
+
+def _describe(hosts: list[int], links: list[str], options: GatherOptions) -> str:
     """Say how the ranks of a group gather, for the log."""
-    several = len(set(hosts))
-    where = f"{len(hosts)} ranks on {several} hosts gather parameters in 8 bits"
+    several, flat = len(set(hosts)), options.intra_node == "flat"
+    how = "as differences in 4 bits" if options.differences else "in 8 bits"
+    where = f"{len(hosts)} ranks on {several} hosts gather parameters {how}"
     if several == 1 and set(links) == {"NVLink"}:
         return f"{where}; NVLink joins them all: FSDP's own gathers are likely as fast"
     if flat or several in (1, len(hosts)):

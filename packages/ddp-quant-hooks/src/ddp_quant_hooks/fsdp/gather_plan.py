@@ -27,12 +27,14 @@ class ShardFormat:
         runs: How many values there are in each run of neighboring parameters whose blocks begin anew.
         exact: Where the exact values are in the shard.
         value_bytes: The size of an exact value.
+        note_bytes: The size of what follows, for the sender's own use.
     """
 
     layout: Layout
     runs: tuple[int, ...]
     exact: tuple[Span, ...]
     value_bytes: int
+    note_bytes: int = 0
 
     @cached_property
     def run_bytes(self) -> tuple[int, ...]:
@@ -48,12 +50,24 @@ class ShardFormat:
     @cached_property
     def message_bytes(self) -> int:
         """The size of a message."""
-        return -(-self.exact_bytes.stop // ALIGNMENT) * ALIGNMENT
+        return -(-self.exact_bytes.stop // ALIGNMENT) * ALIGNMENT + self.note_bytes
+
+    def note(self, message: torch.Tensor) -> torch.Tensor:
+        """Return what follows the values in a message."""
+        return message[self.message_bytes - self.note_bytes :]
 
     def encode(self, shard: torch.Tensor, message: torch.Tensor) -> None:
         """Write the message of a shard."""
+        self.encode_runs(shard, message)
+        self.encode_exact(shard, message)
+
+    def encode_runs(self, values: torch.Tensor, message: torch.Tensor) -> None:
+        """Write the few bits of a message, of the values of a shard or of others in their place."""
         *runs, _ = torch.split(message, [*self.run_bytes, self.message_bytes - sum(self.run_bytes)])
-        kernels.encode_shards(shard, runs, self.runs, self.layout)
+        kernels.encode_shards(values, runs, self.runs, self.layout)
+
+    def encode_exact(self, shard: torch.Tensor, message: torch.Tensor) -> None:
+        """Write the exact values of a message."""
         exact = message[self.exact_bytes.start : self.exact_bytes.stop].view(shard.dtype)
         for span, part in zip(self.exact, torch.split(exact, [*map(len, self.exact)]), strict=False):
             part.copy_(shard[span.start : span.stop])
@@ -66,13 +80,22 @@ class ShardFormat:
             order: The ranks in the order of their messages.
             shards: The output, in the order of ranks.
         """
+        self.decode_runs(messages, order, shards)
+        self.decode_exact(messages, order, shards)
+
+    def decode_runs(self, messages: torch.Tensor, order: tuple[int, ...], values: torch.Tensor) -> None:
+        """Restore what few bits there are of; as :meth:`decode`."""
         ranks, pieces = len(order), [*self.run_bytes, self.message_bytes - sum(self.run_bytes)]
         parts = torch.split(messages, pieces * ranks)
         rows = _inverse(order)
         runs = [[part] for row in rows for part in parts[row * len(pieces) : (row + 1) * len(pieces) - 1]]
-        kernels.decode_shards(runs, self.runs * ranks, self.layout, shards)
+        kernels.decode_shards(runs, self.runs * ranks, self.layout, values)
+
+    def decode_exact(self, messages: torch.Tensor, order: tuple[int, ...], shards: torch.Tensor) -> None:
+        """Write the exact values over what is there; as :meth:`decode`."""
         if not self.exact:
             return
+        ranks, rows = len(order), _inverse(order)
         exact = messages.view(ranks, -1)[:, self.exact_bytes.start : self.exact_bytes.stop]
         if rows != tuple(range(ranks)):
             exact = exact.index_select(0, _on_device(rows, messages.device))
@@ -82,13 +105,16 @@ class ShardFormat:
 
 
 @lru_cache(maxsize=_MOST_PLANS)
-def shard_format(parameters: tuple[tuple[int, bool], ...], layout: Layout, value_bytes: int) -> ShardFormat:
+def shard_format(
+    parameters: tuple[tuple[int, bool], ...], layout: Layout, value_bytes: int, note_bytes: int = 0
+) -> ShardFormat:
     """Return the format of the shard of a module.
 
     Args:
         parameters: How many values of each parameter the shard has, and whether they are sent as they are.
         layout: Of values in few bits.
         value_bytes: The size of a value.
+        note_bytes: The size of what the sender adds.
     """
     runs: list[int] = []
     exact: list[Span] = []
@@ -105,7 +131,7 @@ def shard_format(parameters: tuple[tuple[int, bool], ...], layout: Layout, value
         elif is_exact:
             exact.append(Span(start, start + length))
         start += length
-    return ShardFormat(layout, tuple(runs), tuple(exact), value_bytes)
+    return ShardFormat(layout, tuple(runs), tuple(exact), value_bytes, note_bytes)
 
 
 @dataclass(frozen=True)
@@ -133,6 +159,21 @@ class Route:
     def message(self, memory: torch.Tensor, rank: int) -> torch.Tensor:
         """Return the part of memory for a rank's message."""
         return memory.view(len(self.order), -1)[self.order.index(rank)]
+
+    @property
+    def inside(self) -> tuple[int, ...]:
+        """The other ranks of the host."""
+        return tuple(peer for peer, _ in self.handed_on)
+
+    @property
+    def entering(self) -> tuple[int, ...]:
+        """The ranks of other hosts whose messages come to this one."""
+        return self.receives[len(self.handed_on) :]
+
+    @property
+    def leaving(self) -> tuple[int, ...]:
+        """The ranks of other hosts that get this one's message."""
+        return self.sends[len(self.handed_on) :]
 
     @property
     def messages_sent(self) -> int:

@@ -13,9 +13,11 @@ class GatherStatistics:
 
     Attributes:
         quantized_gathers: Gathers of a module in few bits.
+        exact_gathers: Those in which this rank sent or received values, because a difference (with
+            ``differences``) had too large an error, or was the first one.
         plain_gathers: Those in full precision. The log says once for each module why.
-        reused_gathers: Those that were served by the messages of the forward pass (``keep_for_backward``),
-            and sent nothing.
+        reused_gathers: Those that were served by what the forward pass had received (``keep_for_backward``,
+            ``differences``), and sent nothing, or nothing between hosts.
         bytes_sent: Payload that this rank sent.
         bytes_between_hosts: Those of them that went to ranks on other hosts. What a host's link carries is
             the sum over its ranks.
@@ -29,6 +31,7 @@ class GatherStatistics:
     """
 
     quantized_gathers: int = 0
+    exact_gathers: int = 0
     plain_gathers: int = 0
     reused_gathers: int = 0
     bytes_sent: int = 0

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ddp_quant_hooks.fsdp.differences import NOTE_BYTES, Differences
 from ddp_quant_hooks.fsdp.gather_plan import ShardFormat, plan_route, shard_format
 from ddp_quant_hooks.fsdp.gather_statistics import GatherCounter
 from ddp_quant_hooks.fsdp.sharded_module import ShardedModule
@@ -36,11 +37,12 @@ class GatherOptions(NamedTuple):
     min_bytes: int
     intra_node: Literal["auto", "quantized", "flat"]
     keep_for_backward: bool
+    differences: bool
 
     @property
     def layout(self) -> Layout:
-        """The format of values in few bits."""
-        return Layout("int8", self.block_size, self.rotate)
+        """The format of what is sent in few bits: of values, or of differences."""
+        return Layout("int4" if self.differences else "int8", self.block_size, self.rotate)
 
 
 class ModuleGather:
@@ -74,10 +76,15 @@ class ModuleGather:
         self._hosts = tuple(hosts)
         self._group: dist.ProcessGroup = module.group.mesh_info.shard_process_group
         me, flat = self._group.rank(), options.intra_node == "flat"
+        if options.differences and len(set(hosts)) == 1:
+            flat = True  # inside a host copies go round in full precision, which would save nothing
         self._route = plan_route(tuple(range(len(hosts))) if flat else self._hosts, me)
         self._is_direct = flat or len(set(hosts)) in (1, len(hosts))
         self._sent_to_other_hosts = sum(hosts[peer] != hosts[me] for peer in self._route.sends)
         self.name = module.name
+        self._differences: Differences | None = None
+        if options.differences:
+            self._differences = Differences(self.name, self._group, self._route)
         self._kept: _Kept | None = None
         self._logged: set[str] = set()
 
@@ -108,14 +115,21 @@ class ModuleGather:
             if plain:
                 self.drop_kept()
                 return self._gather_plain(plain, output_tensor, input_tensor, group, async_op=async_op)
-            form = shard_format(parameters, self._options.layout, input_tensor.itemsize)
+            note_bytes = NOTE_BYTES if self._differences is not None else 0
+            form = shard_format(parameters, self._options.layout, input_tensor.itemsize, note_bytes)
             if self._kept is not None and inside_backward():
                 self._restore_kept(form, output_tensor)
                 return None
-            gathering = self._gather(form, output_tensor, input_tensor)
+            if self._differences is not None:
+                lengths = [length for length, _ in parameters]
+                gathering = self._gather_differences(
+                    self._differences, form, lengths, output_tensor, input_tensor
+                )
+            else:
+                gathering = self._gather(form, output_tensor, input_tensor)
             if async_op:
                 next(gathering)
-                return _Gathering(gathering)
+                return _Gathering(gathering, output_tensor)
             for _ in gathering:
                 pass  # it waits when it is resumed
             return None
@@ -163,17 +177,28 @@ class ModuleGather:
 
     @torch.no_grad()
     def squares(self) -> tuple[float, float]:
-        """Return the sums of squares of what rounding changes this rank's shard by, and of the shard."""
+        """Return the sums of squares of what rounding changes this rank's shard by, and of the shard.
+
+        With differences: of what it lacks in its copy.
+        """
         every = self._module.group.fsdp_params
         parts = [private(kept, "_sharded_param_data", "the error of a shard") for kept in every]
         exact = torch.cat([*map(torch.Tensor.to, parts, self._module.gathered_dtypes)])
+        if self._differences is not None:
+            copy = self._differences.own_copy(exact)
+            return _squares(exact if copy is None else copy, exact)
         form = shard_format(self.parameters(), self._options.layout, exact.itemsize)
         message = torch.empty(form.message_bytes, dtype=torch.uint8, device=exact.device)
         form.encode(exact, message)
         rounded = torch.empty_like(exact)
         form.decode(message, (0,), rounded)
-        error = rounded.double() - exact.double()
-        return float(error.square().sum()), float(exact.double().square().sum())
+        return _squares(rounded, exact)
+
+    def start_over(self) -> None:
+        """Free what was received, and send values next, where differences would be sent."""
+        self.drop_kept()
+        if self._differences is not None:
+            self._differences.start_over()
 
     def drop_kept(self) -> None:
         """Free the messages of a forward pass."""
@@ -200,6 +225,26 @@ class ModuleGather:
             bytes_sent=route.messages_sent * size,
             bytes_between_hosts=self._sent_to_other_hosts * size,
             bytes_of_all_gather=self._bytes_of_ring(group, output.nbytes)[0],
+        )
+
+    def _gather_differences(
+        self,
+        differences: Differences,
+        form: ShardFormat,
+        lengths: Sequence[int],
+        output: torch.Tensor,
+        own: torch.Tensor,
+    ) -> Iterator[None]:
+        """Gather differences; pause before each wait."""
+        again = inside_backward()
+        sent = yield from differences.gather(form, lengths, output, own, again=again)
+        route, kind = self._route, "reused" if sent.bytes_to_receiver == 0 else "quantized"
+        leaving = self._sent_to_other_hosts * sent.bytes_to_receiver
+        self._counter.add(
+            **{f"{'exact' if sent.exact else kind}_gathers": 1},
+            bytes_sent=len(route.leaving) * sent.bytes_to_receiver + len(route.inside) * sent.bytes_inside,
+            bytes_between_hosts=leaving,
+            bytes_of_all_gather=self._bytes_of_ring(self._group, output.nbytes)[0],
         )
 
     def _steps(self, memory: torch.Tensor) -> Iterator[Sequence[Arrival]]:
@@ -260,6 +305,12 @@ class ModuleGather:
         return bytes_around_ring(nbytes // 2, range(group.size()), hosts, group.rank())
 
 
+def _squares(rounded: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+    """Return the sums of squares of the error, and of the exact values."""
+    error = rounded.double() - exact.double()
+    return float(error.square().sum()), float(exact.double().square().sum())
+
+
 class _Kept(NamedTuple):
     """Messages of a forward pass.
 
@@ -295,14 +346,16 @@ class _Gathering(dist.Work):
 
     Args:
         rest: What is left of it.
+        output: What it writes.
     """
 
-    def __init__(self, rest: Iterator[None]) -> None:
+    def __init__(self, rest: Iterator[None], output: torch.Tensor) -> None:
         super().__init__()
-        self._rest = rest
+        self._rest, self._output = rest, output
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:  # noqa: ARG002 - the group's own timeout counts
         """Wait for the messages, and restore all shards."""
+        record_use(self._output)  # perhaps made on another stream
         for _ in self._rest:
             pass
         return True

@@ -1,0 +1,266 @@
+"""Gathers whose messages are differences to what was gathered last, of which every host keeps a copy.
+
+What rounding loses of a difference is in the next one, as that is taken to the copy: no error is kept apart.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ddp_quant_hooks.fsdp.gather_plan import Route, ShardFormat
+from dist_utils import start_messages
+from dist_utils.process_groups import Arrival, record_use
+
+NOTE_BYTES = 16
+"""What a message has behind its values: a number, and whether the values themselves follow."""
+
+_MOST_ERROR = 0.005
+"""The largest error of a parameter's shard, relative to it in L2, with which a difference is sent: less than
+that of 8 bits, 0.0065."""
+
+_DIFFERENCES, _VALUES, _INSIDE = (
+    zlib.crc32(f"quantize_all_gather, differences {step}".encode()) for step in (1, 2, 3)
+)
+"""Tags of messages, identical in every process and unlike those of other senders in FSDP's group."""
+
+
+class Sent(NamedTuple):
+    """What a gather has sent, or received.
+
+    Attributes:
+        exact: Whether values themselves were sent or received.
+        bytes_to_receiver: What each rank got that takes this one's differences.
+        bytes_inside: What each other rank of the host got.
+    """
+
+    exact: bool
+    bytes_to_receiver: int
+    bytes_inside: int
+
+
+class Differences:
+    """The copies of some of a module's shards, and the gathers that keep them up to date.
+
+    A rank has copies of its own shard and of those that it gets from other hosts, and hands them on inside
+    its host, as they are. All copies of a shard are bitwise equal: they change by what messages say, the
+    owner's, too.
+
+    Args:
+        name: The name of the module, for errors.
+        group: The ranks that gather.
+        route: How messages get to this one.
+    """
+
+    def __init__(self, name: str, group: dist.ProcessGroup, route: Route) -> None:
+        self._name, self._group, self._route = name, group, route
+        self._copies: _Copies | None = None
+
+    def start_over(self) -> None:
+        """Free the copies: the next gather sends values."""
+        self._copies = None
+
+    def own_copy(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Return the copy of this rank's shard, which is ``like``; ``None`` if there is none."""
+        return self._copies.rows[0] if self._fit(like) and self._copies is not None else None
+
+    def gather(
+        self,
+        form: ShardFormat,
+        lengths: Sequence[int],
+        output: torch.Tensor,
+        own: torch.Tensor,
+        *,
+        again: bool,
+    ) -> Generator[None, None, Sent]:
+        """Gather the shards of all ranks; pause before each wait.
+
+        Args:
+            form: Of the messages; with ``NOTE_BYTES`` more.
+            lengths: How many values of each parameter a shard has.
+            output: The output, in the order of ranks.
+            own: This rank's shard.
+            again: Gather what was gathered last, if there is something: between hosts nothing is sent then.
+
+        Returns:
+            What was sent; see :class:`Sent`.
+        """
+        copies = self._copies if self._fit(own) else None
+        self._copies = None  # until all of them are what they should be: an error leaves none
+        sent = Sent(exact=False, bytes_to_receiver=0, bytes_inside=0)
+        if copies is None or not again:
+            copies = copies or _Copies.empty(1 + len(self._route.entering), own)
+            copies.begin_use()
+            sent = yield from self._update(copies, form, lengths, own)
+        else:
+            copies.begin_use()
+        inside = yield from self._hand_on(copies.rows, output)
+        copies.end_use()
+        self._copies = copies
+        return sent._replace(bytes_inside=inside)
+
+    def _fit(self, own: torch.Tensor) -> bool:
+        """Return whether there are copies of such shards."""
+        if self._copies is None:
+            return False
+        row = self._copies.rows[0]
+        return (row.shape, row.dtype, row.device) == (own.shape, own.dtype, own.device)
+
+    def _update(
+        self, copies: _Copies, form: ShardFormat, lengths: Sequence[int], own: torch.Tensor
+    ) -> Generator[None, None, Sent]:
+        """Bring all copies up to date; return what was sent."""
+        entering, leaving, rows = self._route.entering, self._route.leaving, copies.rows
+        message = torch.empty(form.message_bytes, dtype=torch.uint8, device=own.device)
+        received = torch.empty(len(entering), form.message_bytes, dtype=torch.uint8, device=own.device)
+        is_exact = not encode_difference(form, lengths, own, rows[0], message) or copies.number == 0
+        note = [copies.number, int(is_exact), 0, 0]
+        form.note(message).view(torch.int32).copy_(torch.tensor(note, dtype=torch.int32))
+        yield from _arrival(
+            start_messages(
+                self._group,
+                receives=zip(entering, received, strict=True),
+                sends=[(rank, message) for rank in leaving],
+                tag=_DIFFERENCES,
+            )
+        )
+        record_use(received)  # an asynchronous gather may go on on another stream
+        for row, each in zip(rows[1:], received, strict=True):
+            decode_difference(form, each, row)
+        exact = self._senders_of_values(received, copies.number)
+        if is_exact:
+            rows[0].copy_(own)
+        places = dict(zip(entering, rows[1:], strict=True))
+        yield from _arrival(
+            start_messages(
+                self._group,
+                receives=[(rank, places[rank].view(torch.uint8)) for rank in exact],
+                sends=[(rank, rows[0].view(torch.uint8)) for rank in leaving if is_exact],
+                tag=_VALUES,
+            )
+        )
+        copies.number += 1
+        to_receiver = form.message_bytes + (rows[0].nbytes if is_exact else 0)
+        return Sent(is_exact or bool(exact), to_receiver, 0)
+
+    def _senders_of_values(self, received: torch.Tensor, number: int) -> list[int]:
+        """Return the ranks that send values, too. Waits for an accelerator.
+
+        Raises:
+            RuntimeError: A difference is to another copy than this rank has.
+        """
+        exact = []
+        notes = received[:, -NOTE_BYTES:].contiguous().view(torch.int32).tolist()
+        for rank, (theirs, is_exact, *_) in zip(self._route.entering, notes, strict=True):
+            if is_exact:
+                exact.append(rank)
+            elif theirs != number:
+                raise RuntimeError(
+                    f"module {self._name!r}: rank {rank} sends a difference to the copy of its gather "
+                    f"{theirs}, but this rank has that of gather {number}: let all ranks gather the same "
+                    "modules in the same order, or start_over() on all of them"
+                )
+        return exact
+
+    def _hand_on(self, rows: torch.Tensor, output: torch.Tensor) -> Generator[None, None, int]:
+        """Write the shards of all ranks, which those of the host have; return how much each of them got."""
+        route, shards = self._route, output.view(len(self._route.order), -1)
+        columns = [(peer, (peer, *route.order[span.start : span.stop])) for peer, span in route.handed_on]
+        memory = [rows.new_empty(len(ranks), rows.shape[1]) for _, ranks in columns]
+        receives = zip(route.inside, memory, strict=True)
+        works = start_messages(
+            self._group,
+            receives=[(peer, place.view(torch.uint8)) for peer, place in receives],
+            sends=[(peer, rows.view(torch.uint8)) for peer in route.inside],
+            tag=_INSIDE,
+        )
+        for rank, row in zip((self._group.rank(), *route.entering), rows, strict=True):
+            shards[rank].copy_(row)
+        yield from _arrival(works)
+        for (_, ranks), place in zip(columns, memory, strict=True):
+            record_use(place)
+            for rank, row in zip(ranks, place, strict=True):
+                shards[rank].copy_(row)
+        return rows.nbytes if route.inside else 0
+
+
+def encode_difference(
+    form: ShardFormat,
+    lengths: Sequence[int],
+    shard: torch.Tensor,
+    copy: torch.Tensor,
+    message: torch.Tensor,
+) -> bool:
+    """Write the message of a shard, and change the copy as that says.
+
+    Args:
+        form: Of the message.
+        lengths: How many values of each parameter the shard has.
+        shard: The shard.
+        copy: Its copy, of the same dtype.
+        message: The output.
+
+    Returns:
+        Whether the copy is near enough now. Waits for an accelerator.
+    """
+    form.encode_runs(shard.float() - copy.float(), message)
+    form.encode_exact(shard, message)
+    decode_difference(form, message, copy)
+    left = shard.float() - copy.float()
+    # In fp64, which has the squares of all fp32 numbers.
+    errors, sizes = (
+        torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
+        for parts in (torch.split(left, list(lengths)), torch.split(shard.float(), list(lengths)))
+    )
+    return bool(((errors <= _MOST_ERROR * sizes) & sizes.isfinite()).all())
+
+
+def decode_difference(form: ShardFormat, message: torch.Tensor, copy: torch.Tensor) -> None:
+    """Change the copy of a shard as a message says."""
+    difference = torch.empty(copy.shape, dtype=torch.float32, device=copy.device)
+    form.decode_runs(message, (0,), difference)
+    copy.copy_(difference.add_(copy))
+    form.decode_exact(message, (0,), copy)
+
+
+class _Copies:
+    """Copies of shards.
+
+    Attributes:
+        rows: This rank's own, then those that other ranks send it.
+        number: How many gathers have changed them.
+    """
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows, self.number = rows, 0
+        self._used: Any = None
+
+    @classmethod
+    def empty(cls, count: int, like: torch.Tensor) -> _Copies:
+        """Return copies that have nothing yet."""
+        with torch.inference_mode(False):
+            return cls(torch.zeros(count, like.numel(), dtype=like.dtype, device=like.device))
+
+    def begin_use(self) -> None:
+        """Let the current stream use them after those that have used them before."""
+        if self._used is not None:
+            torch.get_device_module(self.rows.device).current_stream(self.rows.device).wait_event(self._used)
+            record_use(self.rows)
+
+    def end_use(self) -> None:
+        """Note that the current stream has used them."""
+        if self.rows.device.type != "cpu":
+            record_use(self.rows)
+            device = torch.get_device_module(self.rows.device)
+            self._used = device.current_stream(self.rows.device).record_event()
+
+
+def _arrival(works: Sequence[Arrival]) -> Iterator[None]:
+    """Pause, and then wait for messages."""
+    yield
+    for work in works:
+        work.wait()
