@@ -80,7 +80,7 @@ def test_every_bucket_has_ranges_in_a_profile_and_is_counted():
 
 
 def test_statistics_as_plain_numbers():
-    later, earlier = Statistics(5, 2, 300, 60, 1200, 0.25), Statistics(3, 1, 100, 20, 400)
+    later, earlier = Statistics(5, 2, 300, 60, 1200, 0.25, 0.75), Statistics(3, 1, 100, 20, 400, None, 0.5)
     assert later.as_dict() == {
         "quantized_buckets": 5,
         "plain_buckets": 2,
@@ -88,10 +88,11 @@ def test_statistics_as_plain_numbers():
         "bytes_between_hosts": 60,
         "bytes_of_allreduce": 1200,
         "relative_error": 0.25,
+        "seconds_waited": 0.75,
         "bytes_saved": 900,
         "bytes_ratio": 0.25,
     }
-    assert later - earlier == Statistics(2, 1, 200, 40, 800, 0.25)
+    assert later - earlier == Statistics(2, 1, 200, 40, 800, 0.25, 0.25)
     assert "bytes_ratio" not in (later - later).as_dict()
     assert (later - later).bytes_ratio is None
     with pytest.raises(TypeError, match="unsupported operand"):

@@ -6,7 +6,7 @@ import json
 import warnings
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import torch
@@ -52,7 +52,7 @@ class AveragingState(FeedbackState):
     @property
     def statistics(self) -> Statistics:
         """What was done in the backward passes that have ended."""
-        return self.counter.read()
+        return replace(self.counter.read(), seconds_waited=self.seconds_waited)
 
     def begin_bucket(self, title: str, bucket: Bucket) -> None:
         """Do as :class:`dist_utils.comm_hooks.HookState`, and learn where the ranks are.

@@ -31,6 +31,8 @@ class Statistics:
             half of that, a reduce-scatter or an all-gather, where shards were reduced or gathered.
         relative_error: The relative error of the last bucket that was sampled (``sample_every``), in the L2
             norm; ``None`` if none was.
+        seconds_waited: How long the ends of backward passes waited for averages; see
+            :attr:`dist_utils.comm_hooks.HookState.seconds_waited`.
 
     Example:
         >>> before = state.statistics  # doctest: +SKIP
@@ -45,6 +47,7 @@ class Statistics:
     bytes_between_hosts: int = 0
     bytes_of_allreduce: int = 0
     relative_error: float | None = None
+    seconds_waited: float = 0.0
 
     @property
     def bytes_saved(self) -> int:
@@ -65,10 +68,11 @@ class Statistics:
         """Return what was done since ``earlier``; the relative error is the later one."""
         if not isinstance(earlier, Statistics):
             return NotImplemented
-        return replace(self, **{name: getattr(self, name) - getattr(earlier, name) for name in _COUNTS})
+        sums = (*_COUNTS, "seconds_waited")
+        return replace(self, **{name: getattr(self, name) - getattr(earlier, name) for name in sums})
 
 
-_COUNTS = tuple(one.name for one in fields(Statistics) if one.name != "relative_error")
+_COUNTS = tuple(one.name for one in fields(Statistics) if one.type == "int")
 
 
 class BucketCounter:

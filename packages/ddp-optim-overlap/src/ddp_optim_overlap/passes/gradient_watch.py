@@ -125,7 +125,7 @@ class GradientWatch:
                     raise DoubleBackwardError(
                         "backward() adds to gradients that a step has already used: call zero_grad() of the "
                         "model after each step (an optimizer's does not reach parameters that have left it), "
-                        "and accumulate with no_sync()"
+                        "and accumulate with forward pass and backward() inside no_sync()"
                     )
             if before is not None:
                 before(parameter)

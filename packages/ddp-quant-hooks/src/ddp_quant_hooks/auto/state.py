@@ -17,12 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_quant_hooks.auto.candidates import Candidate, check_candidates, default_candidates
 from ddp_quant_hooks.auto.choice import Choice
-from ddp_quant_hooks.auto.trial import Mark, Trial, TrialPass, largest_of_ranks
+from ddp_quant_hooks.auto.trial import Trial, TrialPass, largest_of_ranks
 from ddp_quant_hooks.averaging import is_captured
 from ddp_quant_hooks.feedback.step import Kind, Step
 from ddp_quant_hooks.hook import check_buffer
 from dist_utils import GroupLike, torch_compat
-from dist_utils.comm_hooks import Bucket, HookState, buckets_only, completed_future, failed_future
+from dist_utils.comm_hooks import Bucket, HookState, Mark, buckets_only, completed_future, failed_future
 from dist_utils.torch_compat import GradBucket
 
 if TYPE_CHECKING:
@@ -147,6 +147,7 @@ class AutoState(HookState):
             ValueError: A candidate averages over other ranks.
         """
         self._agree()
+        self.measure_wait(bucket.buffer().device)
         if not isinstance(self._now, Trial):
             return
         self.require_same_bucket(title, bucket)

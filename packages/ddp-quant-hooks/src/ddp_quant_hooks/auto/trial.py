@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from ddp_quant_hooks.auto.choice import Choice, Round, fastest, reasons, typical
 from ddp_quant_hooks.averaging import relative_error
 from ddp_quant_hooks.exchange.values import flat_real
 from dist_utils import OrderedWorker
-from dist_utils.comm_hooks import joined_future
+from dist_utils.comm_hooks import Mark, joined_future
 from dist_utils.process_groups import all_gather_plain, collective_device
 
 _WARM_UP = 3
@@ -39,29 +38,6 @@ down one candidate's whole turn, but hardly two of three."""
 _FOLLOWING = 2
 """Passes with the fastest candidate before the choice. When they are over, no rank is in an exchange with
 another candidate, and those can be closed."""
-
-
-class Mark:
-    """A point in time: now, or when an accelerator's current stream gets there. Making one does not block.
-
-    Args:
-        device: The device whose time is recorded.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._host = time.perf_counter()
-        self._event: Any = None
-        if device.type != "cpu":
-            accelerator: Any = torch.get_device_module(device)
-            self._event = accelerator.Event(enable_timing=True)
-            self._event.record(accelerator.current_stream(device))
-
-    def seconds_since(self, earlier: Mark) -> float:
-        """Return the seconds between two marks of one device. Waits until both are past."""
-        if self._event is None:
-            return self._host - earlier._host
-        self._event.synchronize()
-        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class TrialPass:

@@ -19,12 +19,14 @@ from dist_utils.comm_hooks.hook_state import (
     require_same_call,
 )
 from dist_utils.comm_hooks.tensor_calls import checked_operation, checked_tensors, same_kind
+from dist_utils.comm_hooks.wait_clock import Mark
 
 __all__ = [
     "Bucket",
     "BucketWatch",
     "CommHook",
     "HookState",
+    "Mark",
     "UnaveragedGradientsError",
     "buckets_only",
     "check_gradient_dtype",

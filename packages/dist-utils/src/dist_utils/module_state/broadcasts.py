@@ -42,7 +42,10 @@ def require_sendable(group: dist.ProcessGroup, names: Sequence[str], tensors: Se
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor")
         if why := obstacle(tensor):
-            raise ValueError(f"{name} {why}")
+            raise ValueError(
+                f"{name} {why}. What need not be sent can be named in params_and_buffers_to_ignore of "
+                "sync_module_states"
+            )
         if tensor.device.type not in served:
             raise ValueError(f"{name} is on {tensor.device}, but the group's backends serve {served} only")
         # Torch can name more dtypes than it can copy, and coalesce fewer still.
