@@ -1,6 +1,7 @@
 """Lightning, Accelerate and Transformers: each trains a small model in the ways of docs/frameworks.md."""
 
 import contextlib
+import re
 from typing import Any, NamedTuple
 
 import pages
@@ -8,6 +9,7 @@ import torch
 
 from ddp_optim_overlap import ByValue, overlap_optimizer
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
+from dist_utils import require_same_on_all_ranks
 from dist_utils.testing import same_on_all_ranks
 
 PAGE = pages.DOCS / "frameworks.md"
@@ -37,6 +39,21 @@ def program(title, *, on_gpus=False):
     return names
 
 
+def recipe(names, base):
+    """Return a class of the page with this base, which compares the ranks after every step.
+
+    Args:
+        names: The names that a framework's program defines.
+        base: As the page writes it.
+    """
+    blocks = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (text,) = (block for block in blocks if f"class SameOnAllRanks({base})" in block)
+    assert "every=100" in text
+    names = {**names, "require_same_on_all_ranks": require_same_on_all_ranks}
+    exec(compile(text.replace("every=100", "every=1"), str(PAGE), "exec"), names)
+    return names["SameOnAllRanks"]
+
+
 class Outcome(NamedTuple):
     """The parameters, what was sent, and the norms of gradients that were logged."""
 
@@ -60,6 +77,9 @@ def _layers():
 
 class Lightning:
     """Trains with the callbacks of its program."""
+
+    recipe_base = "L.Callback"
+    end_of_step = "on_train_batch_end"
 
     def __init__(self):
         self.program = program("Lightning")
@@ -151,10 +171,13 @@ class Accelerate:
 class Transformers:
     """Trains a small BERT with the callbacks of its program."""
 
+    recipe_base = "TrainerCallback"
+    end_of_step = "on_step_end"
+
     def __init__(self):
         self.program = program("Transformers")
 
-    def train(self, how="", options=(), ours=(), *, saves=None, resumes=None):
+    def train(self, how="", options=(), ours=(), *, saves=None, resumes=None, callback=None):
         from transformers import BertConfig, BertForSequenceClassification  # noqa: PLC0415 - may be missing
 
         torch.manual_seed(0)
@@ -179,11 +202,12 @@ class Transformers:
             disable_tqdm=True,
             **{"max_grad_norm": 0, **dict(options)},
         )
-        trainer, callback = self.program["Trainer"](net, arguments, train_dataset=data), None
+        trainer = self.program["Trainer"](net, arguments, train_dataset=data)
         checkpoint = f"{resumes}/checkpoint-{STEPS // 2}" if resumes else None
         if how:
             of_run = {"resumed": checkpoint} if checkpoint else {}
             callback = self.program[how](trainer, **of_run, **dict(ours))
+        if callback is not None:
             trainer.add_callback(callback)
         trainer.train(resume_from_checkpoint=checkpoint)
         assert trainer.state.global_step == STEPS

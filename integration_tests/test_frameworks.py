@@ -9,11 +9,12 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-from frameworks import FRAMEWORKS, ON_GPUS, PAGE, program, source
+from frameworks import FRAMEWORKS, ON_GPUS, PAGE, program, recipe, source
 from trainings import assert_same_bits
 
 from ddp_optim_overlap import ConfigError
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
+from dist_utils import AgreementError
 from dist_utils.testing import nccl_can_run, run_ranks, same_bits, same_on_all_ranks
 
 FEEDBACK = {"error_feedback": "both", "min_bytes": 0}
@@ -136,6 +137,36 @@ def _ignore_hook():
 @_needs("Lightning")
 def test_a_hook_that_lightning_ignores_warns():
     _launch(_ignore_hook)
+
+
+def _compare_ranks(name):
+    """Train with the page's callback that compares the ranks; then let a rank drift before its third call."""
+    framework = FRAMEWORKS[name].make()
+    same = recipe(framework.program, framework.recipe_base)
+    framework.train(callback=same())
+    calls = []
+
+    class Drifts(same):
+        pass
+
+    def drift(self, *given, **named):
+        calls.append(named or given)
+        if len(calls) == 3 and dist.get_rank() == 1:
+            model = named.get("model") or given[1]
+            next(model.parameters()).data.view(-1)[0] += 1.0
+        getattr(same, framework.end_of_step)(self, *given, **named)
+
+    setattr(Drifts, framework.end_of_step, drift)
+    with pytest.raises(AgreementError, match="ranks hold different values at step 3, first:\n  model"):
+        framework.train(callback=Drifts())
+    return len(calls)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=_needs(one)) for one in ("Lightning", "Transformers")]
+)
+def test_the_pages_callback_notices_a_rank_that_drifts(name):
+    assert _launch(_compare_ranks, name) == [3, 3]
 
 
 def _main(title, *, on_gpus=False):
