@@ -2,6 +2,7 @@
 
     python benchmarks/bench_autograd_collectives.py            # everything but messages
     python benchmarks/bench_autograd_collectives.py ms --repeats 21 --only "2 ranks"
+    python benchmarks/bench_autograd_collectives.py ms links --repeats 3 --alike   # ten minutes
     python benchmarks/bench_autograd_collectives.py --messages
 
 * ms: forward and backward of every function on loopback, 2 and 4 ranks, 1 KiB to 64 MiB. Times are of the
@@ -12,7 +13,7 @@
 * overlap: weights are gathered during a computation, started early or not, on two emulated hosts with links
   of 1 Gbit/s.
 
-Writes results/autograd_collectives.json and .png. With ``--messages`` instead: messages on Gloo in turns with
+With ``--alike`` the first two compare only what the sides call alike. Writes results/autograd_collectives.json and .png. With ``--messages`` instead: messages on Gloo in turns with
 torch's own collectives, forward, into results/autograd_collectives_messages.json.
 """
 
@@ -52,8 +53,8 @@ WIDTH, LAYERS, BATCH = 1536, 12, 512
 Call = Callable[[], Any]
 
 
-def calls_of(x: torch.Tensor, size: int) -> dict[str, Call]:
-    """Return the calls, named ``FUNCTION / WHOSE``."""
+def calls_of(x: torch.Tensor, size: int, *, alike: bool) -> dict[str, Call]:
+    """Return the calls, named ``FUNCTION / WHOSE``; of those ``alike``, PyTorch's only once."""
     import torch.distributed.nn.functional as nnf  # noqa: PLC0415 - warns that it is deprecated
 
     parts = x.view(size, -1)
@@ -64,6 +65,8 @@ def calls_of(x: torch.Tensor, size: int) -> dict[str, Call]:
     modules = {"pytorch": nnf, TWIN: nnf, "ours": dac}
     if importlib.util.find_spec(BEFORE):
         modules[BEFORE] = importlib.import_module(BEFORE)
+    if alike:
+        del modules[TWIN]
     for who, module in modules.items():
         for name, call in {
             "all_reduce": lambda module=module: module.all_reduce(x),
@@ -77,7 +80,7 @@ def calls_of(x: torch.Tensor, size: int) -> dict[str, Call]:
             "all_to_all_single": lambda module=module: module.all_to_all_single(out, x),
         }.items():
             found[f"{name} / {who}"] = call
-        if who in (TWIN, BEFORE):
+        if alike or who in (TWIN, BEFORE):
             continue
         # PyTorch returns the caller's buffer, so it must be a new one while anything still needs the last.
         found[f"all_to_all / {who}, new buffer"] = lambda module=module: module.all_to_all(
@@ -86,6 +89,8 @@ def calls_of(x: torch.Tensor, size: int) -> dict[str, Call]:
         found[f"all_to_all_single / {who}, new buffer"] = lambda module=module: module.all_to_all_single(
             torch.empty_like(x), x
         )
+    if alike:
+        return found
     # PyTorch has nothing that takes as little memory: no buffer, no list.
     found["all_gather / ours, all_gather_stack"] = lambda: dac.all_gather_stack(x)
     found["reduce_scatter / ours, reduce_scatter_dim"] = lambda: dac.reduce_scatter_dim(x)
@@ -101,7 +106,7 @@ def calls_of(x: torch.Tensor, size: int) -> dict[str, Call]:
     return found
 
 
-def measure(rank: int, numel: int, repeats: int) -> dict[str, list[float]]:  # noqa: ARG001 - run_ranks gives it
+def measure(rank: int, numel: int, repeats: int, alike: bool) -> dict[str, list[float]]:  # noqa: ARG001 - run_ranks gives it
     """Return the seconds of every run of every call, in total and of the backward alone."""
     warnings.simplefilter("ignore")  # the compared modules are deprecated
     size = dist.get_world_size()
@@ -119,12 +124,12 @@ def measure(rank: int, numel: int, repeats: int) -> dict[str, list[float]]:  # n
 
     sides = {
         label: lambda label=label, call=call: both_passes(label, call)
-        for label, call in calls_of(x, size).items()
+        for label, call in calls_of(x, size, alike=alike).items()
     }
     return in_turns(sides, repeats, prepare=forget)
 
 
-def compare_messages(rank: int, numel: int, repeats: int) -> dict[str, list[float]]:  # noqa: ARG001
+def compare_messages(rank: int, numel: int, repeats: int, _: bool) -> dict[str, list[float]]:  # noqa: ARG001
     """Return the seconds of forward calls by messages, by torch's collectives, and by what is chosen."""
     size = dist.get_world_size()
     x = torch.randn(numel // size * size)
@@ -163,7 +168,8 @@ def cases(options: Namespace) -> Iterator[Found]:
             case = f"{world_size} ranks, {size}"
             if options.only in case:
                 repeats = options.repeats * SHARES[size]
-                yield found("ms", case, run_ranks(function, world_size, count // 4, repeats, timeout=900))
+                given = count // 4, repeats, options.alike
+                yield found("ms", case, run_ranks(function, world_size, *given, timeout=900))
 
 
 def links(options: Namespace) -> Iterator[Found]:
@@ -173,7 +179,8 @@ def links(options: Namespace) -> Iterator[Found]:
             case = f"{hosts} hosts, {size}"
             if options.only in case:
                 repeats = options.repeats * (20 if size == "1 KiB" else 1)
-                ranks = on_ranks(measure, hosts, SIZES[size] // 4, repeats, rate="1gbit")
+                given = SIZES[size] // 4, repeats, options.alike
+                ranks = on_ranks(measure, hosts, *given, rate="1gbit")
                 yield found("links_ms", case, ranks)
 
 
@@ -240,6 +247,7 @@ def main() -> None:
     benchmark = Benchmark(__file__, __doc__, repeats=11)
     benchmark.parser.add_argument("--messages", action="store_true", help="instead of all else")
     benchmark.parser.add_argument("--only", default="", help="only cases with this text in their names")
+    benchmark.parser.add_argument("--alike", action="store_true", help="only functions that all sides have")
     if "--messages" in sys.argv:
         benchmark.parser.set_defaults(output=RESULTS / "autograd_collectives_messages.json")
         benchmark.run({"ms": cases})
