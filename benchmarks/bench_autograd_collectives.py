@@ -13,7 +13,8 @@
 * overlap: weights are gathered during a computation, started early or not, on two emulated hosts with links
   of 1 Gbit/s.
 
-With ``--alike`` the first two compare only what the sides call alike. Writes results/autograd_collectives.json and .png. With ``--messages`` instead: messages on Gloo in turns with
+With ``--alike`` the first two compare only what the sides call alike. Writes
+results/autograd_collectives.json and .png. With ``--messages`` instead: messages on Gloo in turns with
 torch's own collectives, forward, into results/autograd_collectives_messages.json.
 """
 
