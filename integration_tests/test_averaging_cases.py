@@ -1,15 +1,25 @@
 """A step with gradients that were not averaged is an error in true words; a legal program hears nothing."""
 
+import re
 import warnings
 
 import pytest
 import torch
 from averaging_cases import KINDS, LEGAL, TOLD, Job
+from pages import DOCS
 
 from dist_utils import require_same_on_all_ranks
 from dist_utils.testing import run_ranks
 
 WORDS = ("bucket", "average", "hook")
+
+ON_PAGE = [
+    part.strip()
+    for message in re.findall(r"`([^`\n]+)`", (DOCS / "errors.md").read_text())
+    for part in message.split("…")
+    if len(part.split()) > 3
+]
+"""What can be searched for on the page of errors."""
 
 
 def _run(program, kind):
@@ -36,6 +46,7 @@ def test_a_step_without_an_average_is_an_error_that_names_its_cause(kind):
     for said in run_ranks(_all_told, 2, kind, list(TOLD), timeout=300):
         for name, (_, words) in TOLD.items():
             assert any(some in said[name] for some in words), f"{name}: {said[name]}"
+            assert any(part in said[name] for part in ON_PAGE), f"not on the page: {said[name]}"
 
 
 def _all_legal(rank, kind, names):
