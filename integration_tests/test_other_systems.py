@@ -19,7 +19,7 @@ import ddp_quant_hooks
 from ddp_quant_hooks import kernels
 message, values = torch.empty(144, dtype=torch.uint8), torch.full((100,), 3.0)
 kernels.encode(values, message, kernels.Layout("int8", 128))
-kernels.decode(message, kernels.Layout("int8", 128), torch.empty_like(values))
+kernels.decode([message], kernels.Layout("int8", 128), torch.empty_like(values))
 print(kernels.describe())
 """
 
