@@ -302,7 +302,7 @@ def soak(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def demo(session: nox.Session) -> None:
-    """Train a small model over 1 Gbit/s, with several ways to average gradients: ``-- --rate 200mbit``."""
+    """Train a small model over 1 Gbit/s, with several ways to average gradients: ``-- --rate 100mbit``."""
     editable = [arg for package in PACKAGES for arg in ("-e", f"packages/{package}")]
     session.install(f"torch=={DEFAULT_TORCH}", *editable, *GROUPS["demo"], env=ENV)
     # After Ctrl-C the demo has this long to end its processes.

@@ -1,7 +1,7 @@
 """Train a small transformer on two emulated hosts, with every way to average gradients, and compare them.
 
     python benchmarks/demo.py                     # 1 Gbit/s between the hosts; also: nox -s demo
-    python benchmarks/demo.py --rate 200mbit      # slower links
+    python benchmarks/demo.py --rate 100mbit      # slower links
 
 Needs no root where the system lets ordinary users make network namespaces. Where that is not possible, the
 two processes talk over loopback, and the output says so. The training text is the standard library's
@@ -19,12 +19,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from drawing import BLUE, GRAY, GREEN, VERMILION, name_ends, save, subplots
+from drawing import BLUE, GRAY, GREEN, PURPLE, VERMILION, name_ends, save, subplots
 from emulated_hosts import EmulationUnavailableError, address, emulated_hosts, require_rate
 from rank_processes import run_rank_processes
 
 TRAINING = str(Path(__file__).with_name("demo_training.py"))
-COLORS = {"plain DDP": GRAY, "16 bits": VERMILION, "8 bits": BLUE, "8 bits + overlap": GREEN}
+COLORS = {
+    "plain DDP": GRAY,
+    "16 bits": VERMILION,
+    "8 bits": BLUE,
+    "low rank": GREEN,
+    "PowerSGD, rank 1": PURPLE,
+}
 SMOOTHED = 10
 """Steps averaged in each point of the plot."""
 

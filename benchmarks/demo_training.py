@@ -17,30 +17,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tasks import Language, Task
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 from training import take_step
 
 from ddp_compress_hooks import bf16_compress_hook
-from ddp_optim_overlap import overlap_optimizer
-from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
+from ddp_quant_hooks import LowRankState, QuantizedAllreduceState, low_rank_hook, quantized_allreduce_hook
 from dist_utils.testing import same_on_all_ranks, tcp_bytes_sent
 
-COMPUTE, HALF, QUANTIZED, OVERLAPPED = "no communication", "16 bits", "8 bits", "8 bits + overlap"
+COMPUTE, HALF, QUANTIZED = "no communication", "16 bits", "8 bits"
+LOW_RANK, POWER = "low rank", "PowerSGD, rank 1"
 WAYS = {
     COMPUTE: "with ddp.no_sync():",
     "plain DDP": "ddp = DistributedDataParallel(model)",
     HALF: "ddp.register_comm_hook(None, bf16_compress_hook)",
     QUANTIZED: "ddp.register_comm_hook(QuantizedAllreduceState(), quantized_allreduce_hook)",
-    OVERLAPPED: "overlap_optimizer(ddp, optimizer,"
-    " comm_hook=quantized_allreduce_hook, comm_state=QuantizedAllreduceState())",
+    LOW_RANK: "ddp.register_comm_hook(LowRankState(), low_rank_hook)",
+    POWER: "ddp.register_comm_hook(PowerSGDState(None, 1), powerSGD_hook)",
 }
 """The variants, with the code of each for the reader."""
 WARM_UP = 3
-"""Uncounted first steps: DDP rebuilds its buckets, and memory is allocated."""
+"""Uncounted first steps: DDP rebuilds its buckets, memory is allocated, and nobody sends factors yet."""
 TEXT = partial(Language, 2, 1e-3, 64, width=256, layers=5)
 """Makes the task: two windows of text per rank and step, and a transformer of 4.0 million parameters."""
 BUCKET_MB = 4
+ONE_BUCKET_MB = 1e4
+"""Of hooks that send next to nothing, so that the number of messages counts. PyTorch's mixes up the
+collectives of several buckets on Gloo."""
 
 
 class Training:
@@ -49,15 +53,18 @@ class Training:
     def __init__(self, name: str, task: Task) -> None:
         self.name, self._task = name, task
         torch.manual_seed(0)
-        self.ddp = DistributedDataParallel(task.model(), bucket_cap_mb=BUCKET_MB)
+        bucket_mb = ONE_BUCKET_MB if name in (LOW_RANK, POWER) else BUCKET_MB
+        self.ddp = DistributedDataParallel(task.model(), bucket_cap_mb=bucket_mb)
         self.optimizer = task.optimizer(self.ddp.parameters())
-        hook, state = quantized_allreduce_hook, QuantizedAllreduceState()
         if name == HALF:
             self.ddp.register_comm_hook(None, bf16_compress_hook)
         if name == QUANTIZED:
-            self.ddp.register_comm_hook(state, hook)
-        if name == OVERLAPPED:
-            overlap_optimizer(self.ddp, self.optimizer, comm_hook=hook, comm_state=state)
+            self.ddp.register_comm_hook(QuantizedAllreduceState(), quantized_allreduce_hook)
+        if name == LOW_RANK:
+            self.ddp.register_comm_hook(LowRankState(warm_up_steps=WARM_UP), low_rank_hook)
+        if name == POWER:
+            power = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=WARM_UP)
+            self.ddp.register_comm_hook(power, powerSGD_hook.powerSGD_hook)
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.bytes: list[int] = []

@@ -18,7 +18,8 @@ for needed in ("matplotlib", "tqdm"):
     pytest.importorskip(needed, reason=f"the demo needs {needed}")
 
 ROW = re.compile(
-    r"^(plain DDP|\d+ bits(?: \+ overlap)?) +\d+ \[\d+, \d+] +-?\d+"  # the step, and its exposed part
+    r"^(plain DDP|\d+ bits|low rank|PowerSGD, rank 1)"
+    r" +\d+ \[\d+, \d+] +-?\d+"  # the step, and its exposed part
     r" +(\d+\.\d+)x +(\S+|not counted) +(\d+\.\d+)$",
     re.MULTILINE,
 )
@@ -41,13 +42,18 @@ def test_every_hook_learns_the_same_and_sends_what_it_says(tmp_path):
     process = _start(tmp_path, "--steps=2")
     output, _ = end_of(process)
     rows = {name: (float(speed), sent, float(loss)) for name, speed, sent, loss in ROW.findall(output)}
-    assert list(rows) == ["plain DDP", "16 bits", "8 bits", "8 bits + overlap"], output
+    assert list(rows) == ["plain DDP", "16 bits", "8 bits", "low rank", "PowerSGD, rank 1"], output
     assert rows["plain DDP"][0] == 1
     if sys.platform == "linux":
         plain = float(rows["plain DDP"][1])
         # Each of two ranks sends all of its 4.0 million gradients: 4 bytes each, then 2, then 1 and a scale
-        # of 4 bytes per 128. The rest is message headers, and buckets too small for 8 bits.
-        for name, share in {"16 bits": 0.5, "8 bits": 0.258, "8 bits + overlap": 0.258}.items():
+        # of 4 bytes per 128, then factors. The rest is message headers, and buckets too small for 8 bits.
+        for name, share in {
+            "16 bits": 0.5,
+            "8 bits": 0.258,
+            "low rank": 0.005,
+            "PowerSGD, rank 1": 0.006,
+        }.items():
             assert share - 0.005 < float(rows[name][1]) / plain < share + 0.005, output
     # Losses are about 4 here, and differ after five steps only by rounding.
     assert all(abs(loss - rows["plain DDP"][2]) < 0.05 for _, _, loss in rows.values()), output

@@ -82,6 +82,7 @@ def test_without_a_compiler_the_wheel_is_pure_and_works(tmp_path, monkeypatch, c
     )
     assert done.stdout.startswith("[127, 127, 127, 127] cpu: torch operators")
     assert "this installation has no compiled kernels" in done.stdout
+    assert done.stderr.count("which is slow: this installation has no compiled kernels; install a C++") == 1
 
 
 def test_a_required_library_that_cannot_be_built_is_an_error(tmp_path, monkeypatch, compiler):

@@ -383,20 +383,18 @@ def describe() -> str:
 
 @cache
 def _cpu_kernels() -> CpuKernels | str:
-    """Return the compiled kernels, or why there are none."""
+    """Return the compiled kernels, or why there are none, which is logged once."""
     try:
         return CpuKernels()
     except OSError as error:
-        if LIBRARY_VARIABLE in os.environ:
-            _log.warning(
-                "%s is not used, torch's operators quantize, which is slow: %s", LIBRARY_VARIABLE, error
-            )
         if LIBRARY_VARIABLE in os.environ or library_path().exists():
-            return f"the compiled kernels do not load here: {error}"
-        return (
-            "this installation has no compiled kernels; install a C++ compiler, then, in the checkout: pip "
-            "install --force-reinstall --no-deps packages/ddp-quant-hooks"
-        )
+            missing = f"the compiled kernels do not load here: {error}"
+        else:
+            missing = (
+                "this installation has no compiled kernels; install a C++ compiler, then, in the checkout: "
+                "pip install --force-reinstall --no-deps packages/ddp-quant-hooks"
+            )
+    return _logged("the CPU", missing)
 
 
 @cache
@@ -417,5 +415,10 @@ def _cuda_kernels(index: int) -> CudaKernels | str:
         f"; in the checkout, pip install 'packages/ddp-quant-hooks[{extra}]' has what this torch (CUDA "
         f"{torch.version.cuda}) needs"
     )
+    return _logged(device, missing)
+
+
+def _logged(device: torch.device | str, missing: str) -> str:
+    """Return what is missing for fast kernels, and say it in the log."""
     _log.warning("gradients on %s are quantized by torch's operators, which is slow: %s", device, missing)
     return missing
