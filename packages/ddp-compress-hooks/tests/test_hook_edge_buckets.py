@@ -1,5 +1,8 @@
 """Empty, sparse, integer and complex buckets, and groups of one rank: a defined path or a clear error."""
 
+import contextlib
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +18,8 @@ from ddp_compress_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
-from dist_utils.testing import run_ranks, same_bits, tcp_bytes_sent
+from dist_utils.comm_hooks import completed_future
+from dist_utils.testing import grad_bucket, run_ranks, same_bits, tcp_bytes_sent
 
 
 def _edges(rank):
@@ -148,6 +152,26 @@ def _stages(rank, closure):
         ddp.register_comm_hook(own, bf16_compress_wrapper(_own_hook))
     ddp(torch.full((1, 3 + stage), float(rank))).sum().backward()
     return ddp.module.weight.grad.unique().item()
+
+
+def _local_hook(state: CompressState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return completed_future(bucket.buffer())
+
+
+def _without_memory(rank):
+    """Return what a wrapped hook's state has for an error if rank 1 has no memory for the bucket."""
+    state, bucket = CompressState(), grad_bucket([torch.ones(30)])
+    missing = mock.patch.object(torch.Tensor, "to", side_effect=MemoryError("no memory"))
+    with missing if rank == 1 else contextlib.nullcontext():
+        future = fp16_compress_wrapper(_local_hook)(state, bucket)
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="no memory"):
+            future.wait()
+    return type(state.worker.error).__name__
+
+
+def test_a_wrapped_hook_without_memory_leaves_ddp_whole_and_tells_its_state():
+    assert run_ranks(_without_memory, 2) == ["NoneType", "MemoryError"]
 
 
 def _one_rank(rank):

@@ -1,5 +1,6 @@
 """Every backend that computes on the CPU gives the same bits, on every kind of value and layout."""
 
+import threading
 from itertools import cycle
 
 import pytest
@@ -64,6 +65,32 @@ def test_neither_the_default_dtype_nor_the_default_device_changes_a_bit():
     ((in_bf16, in_fp64),) = run_ranks(_computed_by_default, 1, values, backend=None)
     for found in (in_bf16, in_fp64):
         assert [differences(*pair) for pair in zip(found, expected, strict=True)] == [{}] * 3
+
+
+def _products_around_kernels(rank, threads):
+    """Matrix products in a thread other than the main one, before and after a kernel has run there."""
+    torch.manual_seed(0)
+    wide, tall = torch.randn(37, 5011), torch.randn(5011, 41)
+    torch.set_num_threads(threads)
+    found = []
+
+    def loop():
+        found.append(wide @ tall)
+        kernels.encode(wide.view(-1), torch.empty(INT8.message_bytes(wide.numel()), dtype=torch.uint8), INT8)
+        found.append(wide @ tall)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    thread.join()
+    return found
+
+
+@needs_library
+@pytest.mark.parametrize("threads", [1, 3])
+def test_kernels_leave_the_bits_of_their_threads_products(threads, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")  # else other threads than the main one may agree by chance
+    ((before, after),) = run_ranks(_products_around_kernels, 1, threads, backend=None)
+    assert torch.equal(before, after)
 
 
 @needs_library

@@ -1,5 +1,7 @@
 """Ranks with different hooks or options: an error on every rank before anything is sent."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from ddp_quant_hooks import (
     quantized_allreduce_hook,
 )
 from dist_utils import torch_compat
+from dist_utils.process_groups import known_terms
 from dist_utils.testing import grad_bucket, run_ranks
 
 OPTIONS = {  # what the last rank has, and what the message must say of it and of the others
@@ -45,6 +48,21 @@ def _different_options(rank):
         state.close()
     mean = run_hook(make_state("int8"), bucket, torch.full((3000,), float(rank)))
     return texts, mean.unique().tolist()
+
+
+def _comparisons(rank):
+    """Return how often a rank compares a bucket that is averaged twice, without compression."""
+    state, bucket = QuantizedAllreduceState(), grad_bucket([torch.ones(30)])
+    with mock.patch.object(
+        known_terms, "require_same_terms", wraps=known_terms.require_same_terms
+    ) as compare:
+        for _ in range(2):
+            quantized_allreduce_hook(state, bucket).wait()
+    return compare.call_count
+
+
+def test_a_bucket_that_is_too_small_for_few_bits_is_compared_once():
+    assert run_ranks(_comparisons, 2) == [1, 1]
 
 
 def test_a_different_option_raises_on_every_rank_and_is_named():

@@ -99,7 +99,7 @@ def _inside_step(_):
     """Each pass is a step: a block of several would add its residuals to each of them."""
     state = make_state("feedback both")
     ddp = _wrap(Layers(), state)
-    with state.step(), pytest.raises(ValueError, match="is for plain tensors"):
+    with state.step(), pytest.raises(RuntimeError, match="is for plain tensors"):
         _backward(ddp, 0)
 
 
@@ -253,6 +253,28 @@ def _unused(rank):
 
 def test_residuals_of_parameters_that_no_rank_uses_stay():
     run_ranks(_unused, 2)
+
+
+def _unused_after_joining(rank):
+    """Return which residuals a pass changes that uses one parameter, and that rank 1 only joins; and all."""
+    net, state = Used(), make_state("int4", error_feedback="both")
+    names = sorted(dict(net.named_parameters()))
+    ddp = _wrap(net, state, find_unused_parameters=True)
+    with ddp.join():
+        for number in range(3):
+            _backward(ddp, number, names)
+        _backward(ddp, 3, ["weights.0"])
+        before = _own(state)
+        if rank == 0:
+            _backward(ddp, 4, ["weights.0"])
+    return sorted(differences(before, _own(state))), sorted(before)
+
+
+def test_a_rank_that_has_joined_loses_the_residuals_of_parameters_that_no_rank_uses():
+    """As docs/appendix/ddp-quant-hooks.md says; the others keep theirs."""
+    (first, _), (joined, names) = run_ranks(_unused_after_joining, 2)
+    assert first == ["weights.0"]
+    assert joined == names == ["weights.0", "weights.1", "weights.2"]
 
 
 def _passes(rank):

@@ -13,10 +13,12 @@ from dist_utils.comm_hooks import (
     completed_future,
     failed_future,
     is_pair,
+    world_by_default,
 )
 from dist_utils.torch_compat import GradBucket, profiler_range
 
 
+@world_by_default
 @buckets_only
 def allreduce_hook(process_group: GroupOrState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in its own dtype, as DDP does without a hook.
@@ -55,6 +57,7 @@ def allreduce_hook(process_group: GroupOrState, bucket: GradBucket) -> torch.fut
     return _average("allreduce_hook", state, bucket, None)
 
 
+@world_by_default
 @buckets_only
 def compress_hook(process_group: GroupOrState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in the wire dtype of its state.
@@ -86,6 +89,7 @@ def compress_hook(process_group: GroupOrState, bucket: GradBucket) -> torch.futu
     return _average("compress_hook", state, bucket, state.wire_dtype)
 
 
+@world_by_default
 @buckets_only
 def fp16_compress_hook(process_group: GroupOrState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in ``torch.float16``: half the bytes of fp32, 11 bits of precision, up to 65504.
@@ -122,6 +126,7 @@ def fp16_compress_hook(process_group: GroupOrState, bucket: GradBucket) -> torch
     return _average("fp16_compress_hook", as_state(process_group), bucket, torch.float16)
 
 
+@world_by_default
 @buckets_only
 def bf16_compress_hook(process_group: GroupOrState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in ``torch.bfloat16``: half the bytes of fp32, 8 bits of precision, the same range.

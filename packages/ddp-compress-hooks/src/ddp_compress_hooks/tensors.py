@@ -119,16 +119,17 @@ def all_reduce(
             )
         try:
             state.require_same_call(_NAME, {"op": "AVG" if mean else "SUM"}, filled)
-        except RuntimeError as error:
+            arrivals = []
+            for indices in same_kind(tensors):
+                for pack in _packs(tensors[index] for index in indices):
+                    arrivals.append(_start(state, pack, mean=mean))
+                    if not async_op:
+                        arrivals.pop().wait()
+        except Exception as error:
+            state.fail(error)  # the peers hear of it
             if not async_op:
                 raise
             return failed_future(error, like)
-        arrivals = []
-        for places in same_kind(tensors):
-            for pack in _packs(tensors[place] for place in places):
-                arrivals.append(_start(state, pack, mean=mean))
-                if not async_op:
-                    arrivals.pop().wait()
     if not async_op:
         return None
     device = next(iter(accelerators), like.device)

@@ -23,6 +23,7 @@ from dist_utils.comm_hooks import (
     failed_future,
     is_pair,
     none_means_world,
+    world_by_default,
 )
 from dist_utils.torch_compat import GradBucket, profiler_range
 
@@ -105,8 +106,8 @@ def _compress_wrapper(name: str, hook: CommHook, wire_dtype: torch.dtype, if_all
             return _run_on_bucket(inner, cast_to, hook_state, bucket, full_name)
 
     wrapped_hook.__qualname__ = full_name  # DDP logs it
-    wrapped_hook.__module__ = str(getattr(hook, "__module__", ""))  # for none_means_world()
-    return wrapped_hook
+    wrapped_hook.__module__ = str(getattr(hook, "__module__", ""))
+    return world_by_default(wrapped_hook) if none_means_world(hook) else wrapped_hook
 
 
 def _run_on_bucket(
@@ -118,16 +119,17 @@ def _run_on_bucket(
         return hook(hook_state, bucket)
     if buffer.numel() == 0:
         return completed_future(buffer)
-    if isinstance(hook_state, HookState):
-        hook_state.bucket_came()
     state = _state_of(hook, hook_state)
     if _rank_count(state) > 1:
+        _require_real(buffer)
         try:
             if state is not None:
                 state.require_same_bucket(name, bucket)
+            bucket.set_buffer(buffer.to(cast_to))
         except Exception as error:  # noqa: BLE001 - raised here, it would leave DDP in the middle of a pass
+            if isinstance(hook_state, HookState):
+                hook_state.fail(error)
             return failed_future(error, buffer)
-        bucket.set_buffer(_compress(buffer, cast_to))
 
     def decompress(done: torch.futures.Future[Any]) -> torch.Tensor:
         # Into the original buffer; bucket.buffer() is another one by now.
@@ -147,17 +149,18 @@ def _run_on_pair(
     gradient, parameter = pair
     inner: Any = pair
     if cast_to is not None and _rank_count(_state_of(hook, hook_state)) > 1:
-        inner = (_compress(gradient, cast_to), parameter)
+        check_gradient_dtype(gradient)
+        _require_real(gradient)
+        inner = (gradient.to(cast_to), parameter)
     return gradient.copy_(clamp_mean(_first(hook(hook_state, inner)), gradient.dtype))
 
 
-def _compress(gradient: torch.Tensor, wire_dtype: torch.dtype) -> torch.Tensor:
-    check_gradient_dtype(gradient)
+def _require_real(gradient: torch.Tensor) -> None:
+    """Raise ``TypeError`` if the gradient is complex, and other 16 bits would not hold it."""
     if gradient.is_complex():
         raise TypeError(
             f"a wrapped hook needs real gradients, got {gradient.dtype}: use the hook without wrapper"
         )
-    return gradient.to(wire_dtype)
 
 
 def _first(result: Any) -> torch.Tensor:

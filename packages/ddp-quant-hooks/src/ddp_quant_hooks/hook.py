@@ -3,16 +3,17 @@
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp_compress_hooks import allreduce_hook
 from ddp_quant_hooks.averaging import Average
 from ddp_quant_hooks.exchange.values import Values
 from ddp_quant_hooks.feedback.step import Step
 from ddp_quant_hooks.states import AveragingState, QuantizedAllreduceState
 from dist_utils.comm_hooks import buckets_only, check_gradient_dtype, completed_future, failed_future, is_pair
+from dist_utils.process_groups import future_of_work
 from dist_utils.torch_compat import GradBucket, profiler_range
 
 
@@ -68,23 +69,23 @@ def average_bucket(
     """Average a bucket as its state does, for the hook of this name."""
     buffer, index = check_buffer(name, bucket), bucket.index()
     with profiler_range(f"{name}:bucket_{index}"):
-        state.bucket_came()
         state.refuse_capture(buffer)
         group = state.process_group
         if group.size() == 1:
             return completed_future(buffer)
-        step = state.feedback.begin_bucket(bucket)
         try:
             state.begin_bucket(name, bucket)
-            if buffer.numel() == 0:
-                return completed_future(buffer)
-            owners = bucket.parameters()
-            if buffer.is_sparse or not state.average.quantizes(owners, [buffer], group.size()):
-                return allreduce_hook(group, bucket).then(_count_when_done(state, step, group, buffer))
-            job = _average_job(state.average, step, group, owners, buffer)
-            return state.worker.submit(job, device=buffer.device, name=f"{name}:average_bucket_{index}")
+            step = state.feedback.begin_bucket(bucket)
+            with step.outcome:
+                owners = bucket.parameters()
+                if buffer.numel() == 0:
+                    return completed_future(buffer)
+                if buffer.is_sparse or not state.average.quantizes(owners, [buffer], group.size()):
+                    return start_mean(group, buffer).then(_count_when_done(state, step, group, buffer))
+                job = _average_job(state.average, step, group, owners, buffer)
+                return state.worker.submit(job, device=buffer.device, name=f"{name}:average_bucket_{index}")
         except Exception as error:  # noqa: BLE001 - raised here, any would leave DDP in the middle of a pass
-            state.fail(error)  # the peers hear of it
+            state.fail(error)
             return failed_future(error, buffer)
 
 
@@ -113,14 +114,31 @@ def _average_job(
     buffer: torch.Tensor,
 ) -> Callable[[dist.ProcessGroup], torch.Tensor]:
     """Prepare the average of a bucket, and return the job. It holds no state: see :class:`Average`."""
-    task, outcome = average.prepare(group, step, owners, [buffer]), step.outcome
+    prepared, outcome = average.prepare(group, step, owners, [buffer]), step.outcome
 
     def job(private_group: dist.ProcessGroup) -> torch.Tensor:
-        with outcome.watch():
-            average.run(private_group, Values([buffer]), task)
+        with outcome:
+            average.run(private_group, Values([buffer]), prepared)
         return buffer
 
     return job
+
+
+def start_mean(group: dist.ProcessGroup, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Start to average a bucket without compression; the future's value is the mean.
+
+    A dense one is averaged in place; not a sparse one, whose values may share memory with the gradient that
+    flows on to other layers.
+    """
+    sparse = buffer.is_sparse
+    share = buffer / group.size() if sparse else buffer.div_(group.size())
+    work: Any = dist.all_reduce(share, group=group, async_op=True)
+
+    def mean(done: torch.futures.Future[Any]) -> torch.Tensor:
+        (found,) = done.value()  # raises the collective's error
+        return found if sparse else buffer
+
+    return future_of_work(work, group, buffer.device).then(mean)
 
 
 def _count_when_done(
@@ -135,7 +153,9 @@ def _count_when_done(
     sent, outside = state.average.bytes_of_ring(group, nbytes)
 
     def note(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-        mean = outcome.of_mean(done) if with_feedback else done.value()
+        mean = outcome.of(done)
+        if with_feedback:
+            outcome.look_at(mean)
         counter.add(nbytes, world_size, sent, outside, quantized=False)
         return mean
 

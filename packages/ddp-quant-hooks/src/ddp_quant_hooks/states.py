@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_quant_hooks.averaging import Average, FewBits, is_captured
+from ddp_quant_hooks.averaging import Average, is_captured
 from ddp_quant_hooks.exchange.placement import link_inside_host
 from ddp_quant_hooks.feedback.state import FeedbackState
+from ddp_quant_hooks.few_bits import FewBits
 from ddp_quant_hooks.kernels.layout import WIRE_VERSION, Format
 from ddp_quant_hooks.options import ErrorFeedback, check_options
 from ddp_quant_hooks.statistics import BucketCounter, Statistics
@@ -256,7 +257,7 @@ class QuantizedAllreduceState(AveragingState):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._group is not None or self.feedback.wanted:
+        if self.has_own_group or self.feedback.wanted:
             warnings.warn(
                 f"a {type(self).__name__} pickles its options only: the copy uses WORLD and has no residuals",
                 stacklevel=2,

@@ -6,16 +6,22 @@ from typing import Any
 
 import torch
 
-from ddp_compress_hooks import allreduce_hook
 from ddp_quant_hooks import kernels
 from ddp_quant_hooks.exchange.values import flat_real
-from ddp_quant_hooks.hook import check_buffer
+from ddp_quant_hooks.hook import check_buffer, start_mean
 from dist_utils import GroupLike, resolve_group
-from dist_utils.comm_hooks import buckets_only, completed_future, failed_future, require_same_bucket
+from dist_utils.comm_hooks import (
+    buckets_only,
+    completed_future,
+    failed_future,
+    require_same_bucket,
+    world_by_default,
+)
 from dist_utils.process_groups import future_of_work, record_use
 from dist_utils.torch_compat import GradBucket, all_gather_single, profiler_range
 
 
+@world_by_default
 @buckets_only
 def quantization_pertensor_hook(
     process_group: GroupLike, bucket: GradBucket
@@ -58,6 +64,7 @@ def quantization_pertensor_hook(
     return _average("quantization_pertensor_hook", process_group, bucket, None)
 
 
+@world_by_default
 @buckets_only
 def quantization_perchannel_hook(
     process_group: GroupLike, bucket: GradBucket, bucket_size: int = 512
@@ -111,7 +118,7 @@ def _average(
         except Exception as error:  # noqa: BLE001 - raised here, it would leave DDP in the middle of a pass
             return failed_future(error, buffer)
         if buffer.is_sparse:
-            return allreduce_hook(group, bucket)
+            return start_mean(group, buffer)
         values = flat_real(buffer)
         precision = torch.promote_types(values.dtype, torch.float32)
         layout = kernels.AffineLayout(

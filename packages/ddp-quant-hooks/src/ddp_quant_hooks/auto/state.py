@@ -140,7 +140,7 @@ class AutoState(HookState):
         }
 
     def begin_bucket(self, title: str, bucket: Bucket) -> None:
-        """Take note of a new bucket; in a trial the first one of a pass begins it.
+        """Begin a bucket; in a trial the first one of a pass begins that.
 
         Raises:
             RuntimeError: The ranks do not agree.
@@ -149,8 +149,9 @@ class AutoState(HookState):
         self._agree()
         self.measure_wait(bucket.buffer().device)
         if not isinstance(self._now, Trial):
+            self.bucket_came()  # the chosen candidate's own state compares it
             return
-        self.require_same_bucket(title, bucket)
+        super().begin_bucket(title, bucket)
         task, index = torch_compat.graph_task_id(), bucket.index()
         if self._running is None or not self._running.includes_bucket(task, index):
             self._running = Step(Kind.BACKWARD)
@@ -194,12 +195,15 @@ class AutoState(HookState):
         After an error in communication this is how every rank makes a fresh start. An unfinished trial starts
         over, and so does one that was not over on every rank; a choice of all ranks stays.
         """
+        self._end_groups()
+        if self.trying:
+            self._begin_trial()
+
+    def _end_groups(self) -> None:
         super().close()
         for candidate in self.candidates.values():
             candidate.close()
         self._agreed = self._running = None
-        if self.trying:
-            self._begin_trial()
 
     def state_dict(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
         """Return the choice and the residuals of this rank that go with it, for :meth:`load_state_dict`.
@@ -252,16 +256,14 @@ class AutoState(HookState):
         if torch_compat.inside_backward():
             raise RuntimeError("load_state_dict() inside backward(): call it between two steps")
         choice = self._saved_choice(state)
-        if choice is None:
-            self._loaded = None
-            self._begin_trial()
-            self.close()
-            return
-        if (chosen := self.candidates[choice.candidate].averaging) is not None:
+        if choice is not None and (chosen := self.candidates[choice.candidate].averaging) is not None:
             chosen.load_state_dict(state["residuals"], model)
-        self._loaded = choice.candidate
-        self._choose(choice)
-        self.close()
+        self._end_groups()
+        self._loaded = None if choice is None else choice.candidate
+        if choice is None:
+            self._begin_trial()
+        else:
+            self._choose(choice)
 
     def _saved_choice(self, state: object) -> Choice | None:
         """Return a saved choice, or raise as :meth:`load_state_dict`."""
@@ -370,7 +372,6 @@ def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torc
     if not isinstance(state, AutoState):
         raise TypeError(f"auto_hook needs an AutoState as its state, got {type(state).__name__}")
     buffer = check_buffer("auto_hook", bucket)
-    state.bucket_came()
     if state.process_group.size() == 1:
         return completed_future(buffer)
     state.refuse_capture(buffer)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import starmap
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -67,10 +67,11 @@ def average(group: dist.ProcessGroup, task: Task, values: Values, scratches: lis
         scratches: Unused ones; the list grows to as many as are needed at a time.
     """
 
-    def exchange(index: int, chunk: Chunk, scratch: Scratch) -> Exchange:
-        of_chunk = _ChunkExchange(group, task, scratch, index)
+    def exchange(number: int, chunk: Chunk, scratch: Scratch) -> Exchange:
+        of_chunk = _ChunkExchange(group, task, scratch, number)
         return of_chunk.all_reduce(chunk.stage, values.parts(chunk.span))
 
+    values.mark_written()
     _take_turns(task.plan, exchange, scratches, values.device)
 
 
@@ -92,11 +93,12 @@ def reduce_scatter(
     """
     rows = shards.view(-1, mean.numel())
 
-    def exchange(index: int, chunk: Chunk, scratch: Scratch) -> Exchange:
+    def exchange(number: int, chunk: Chunk, scratch: Scratch) -> Exchange:
         part = slice(chunk.span.start, chunk.span.stop)
-        of_chunk = _ChunkExchange(group, task, scratch, index)
+        of_chunk = _ChunkExchange(group, task, scratch, number)
         return of_chunk.reduce_scatter(chunk, rows[:, part], mean[part])
 
+    Values([mean]).mark_written()
     _take_turns(task.plan, exchange, scratches, mean.device)
 
 
@@ -111,10 +113,10 @@ def _take_turns(
     The next one is started before older ones are resumed, so that the network is busy while they compute.
     """
 
-    def run(index: int, chunk: Chunk) -> Exchange:
+    def run(number: int, chunk: Chunk) -> Exchange:
         scratch = scratches.pop() if scratches else Scratch(device)
         scratch.start_over()
-        yield from exchange(index, chunk, scratch)
+        yield from exchange(number, chunk, scratch)
         scratches.append(scratch)
 
     running: list[Exchange] = []
@@ -136,21 +138,20 @@ def _together(exchanges: Iterable[Exchange]) -> Exchange:
         yield
 
 
-@dataclass(frozen=True)
-class _ChunkExchange:
+class _ChunkExchange(NamedTuple):
     """The exchange of one chunk.
 
     Attributes:
         group: The process group whose ranks average.
         task: How they do.
         scratch: Memory until the exchange is over.
-        index: The number of the chunk.
+        number: Of the chunk.
     """
 
     group: dist.ProcessGroup
     task: Task
     scratch: Scratch
-    index: int
+    number: int
 
     # ---- a chunk ----
 
@@ -161,13 +162,10 @@ class _ChunkExchange:
         yield from self.average(stage, values, means)
         several = stage.messages_per_mean
         messages: list[Sequence[torch.Tensor]] = []
-        lengths: list[int] = []
-        for shard, some in zip(stage.means.shards(means), stage.mean_lengths, strict=True):
-            sizes = [stage.mean_layout.message_bytes(length) for length in some for _ in range(several)]
-            each = torch.split(shard, sizes)
+        for shard, sizes in zip(stage.means.shards(means), stage.message_sizes, strict=True):
+            each = shard.split_with_sizes(sizes)
             messages += [each[first : first + several] for first in range(0, len(each), several)]
-            lengths += some
-        self._decode(messages, lengths, stage.mean_layout, values)
+        self._decode(messages, stage.decoded_lengths, stage.mean_layout, values)
         if len(parts) > 1:
             put_back(parts, values)
 
@@ -197,12 +195,12 @@ class _ChunkExchange:
             self.task.not_finite(kernels.not_finite(flat, of_each, layout))
         factor = self.task.plan.enlarge
         if factor == 1:
-            kernels.decode_shards(messages, lengths, layout, means)
+            kernels.decode_shards(messages, lengths, layout, means, check=False)
             return
         # Not in fp16, in which the smallest numbers have no half.
         half = means.dtype == torch.float16
         large = self.scratch.take(means.numel(), torch.float32) if half else means
-        kernels.decode_shards(messages, lengths, layout, large)
+        kernels.decode_shards(messages, lengths, layout, large, check=False)
         largest = torch.finfo(means.dtype).max  # finite means stay finite
         enlarged = (large * factor).clamp_(-largest, largest)
         torch.where(large.isfinite(), enlarged, large, out=large)
@@ -228,7 +226,7 @@ class _ChunkExchange:
         messages = means.view(2, -1).unbind()
         own, layout = messages[stage.position], self.task.plan.formats.scatter
         residual = self.task.residual_of(stage.lost, values.numel())
-        kernels.encode_shards(values, [own], stage.lengths, layout, **residual)
+        kernels.encode_shards(values, [own], stage.lengths, layout, **residual, check=False)
         yield from self._swap(stage, [own] * 2, messages, 0)
 
     def two_shots(self, stage: Stage, values: torch.Tensor, means: torch.Tensor) -> Exchange:
@@ -237,7 +235,7 @@ class _ChunkExchange:
         length, formats = stage.lengths[stage.position], self.task.plan.formats
         mine = stage.means.messages(means)[stage.position]
         residual = self.task.residual_of(stage.lost_mean, length)
-        kernels.reduce(incoming, formats.scatter, length, mine, formats.gather, **residual)
+        kernels.reduce(incoming, formats.scatter, length, mine, formats.gather, **residual, check=False)
         yield from self._send_means(stage, means)
 
     def hand_on(self, stage: Stage, values: torch.Tensor, means: torch.Tensor) -> Exchange:
@@ -264,7 +262,7 @@ class _ChunkExchange:
             layout = self.task.plan.formats.scatter
             sizes = [layout.message_bytes(length) for length in lengths]
             of_ranks = [torch.split(message, sizes) for message in incoming]
-            kernels.decode_shards([*zip(*of_ranks, strict=True)], lengths, layout, sums)
+            kernels.decode_shards([*zip(*of_ranks, strict=True)], lengths, layout, sums, check=False)
             if stage.factor != 1:
                 sums *= stage.factor
             return sums
@@ -302,7 +300,7 @@ class _ChunkExchange:
         """Send each reducer its shards; return every rank's messages of those whose reducer this rank is."""
         residual = self.task.residual_of(stage.lost, values.numel())
         layout, shards = self.task.plan.formats.scatter, stage.outgoing.shards(memory)
-        kernels.encode_shards(values, shards, stage.lengths, layout, **residual)
+        kernels.encode_shards(values, shards, stage.lengths, layout, **residual, check=False)
         outgoing = stage.outgoing.messages(memory)
         incoming = self._incoming(stage, outgoing)
         yield from self._swap(stage, outgoing, incoming, 0)
@@ -321,7 +319,7 @@ class _ChunkExchange:
         size, count = layout.message_bytes(length), len(delivery.receivers)
         outgoing = torch.split(self.scratch.take(size * count), size)
         residual = self.task.residual_of(delivery.lost, sums.numel())
-        kernels.encode_shards(sums, outgoing, [length] * count, layout, **residual)
+        kernels.encode_shards(sums, outgoing, [length] * count, layout, **residual, check=False)
         mine = outgoing[delivery.receivers.index(me)]
         incoming = [mine if rank == me else self.scratch.take(size) for rank in delivery.senders]
         receives = zip(delivery.senders, incoming, strict=True)
@@ -329,7 +327,7 @@ class _ChunkExchange:
         yield from self._exchange(
             [(rank, message) for rank, message in receives if rank != me],
             [(rank, message) for rank, message in sends if rank != me],
-            (self.index, stage.tag, 1),
+            (self.number, stage.tag, 1),
         )
         return incoming
 
@@ -356,7 +354,7 @@ class _ChunkExchange:
         """Send ``outgoing[position]`` to, and receive ``incoming[position]`` from, every peer of a row."""
         receives = [(stage.ranks[peer], incoming[peer]) for peer in stage.peers]
         sends = [(stage.ranks[peer], outgoing[peer]) for peer in stage.peers]
-        yield from self._exchange(receives, sends, (self.index, stage.tag, shot))
+        yield from self._exchange(receives, sends, (self.number, stage.tag, shot))
 
     def _exchange(
         self,

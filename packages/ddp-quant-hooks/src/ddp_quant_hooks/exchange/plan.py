@@ -82,14 +82,20 @@ class Packing:
 
     def shards(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Return the part of each shard, in the order of shards."""
-        parts = dict(
-            zip(self.order, torch.split(memory, [self.sizes[shard] for shard in self.order]), strict=True)
-        )
-        return [parts[shard] for shard in range(len(self.sizes))]
+        sizes, numbers = self._in_memory
+        parts = memory.split_with_sizes(sizes)
+        return [parts[number] for number in numbers]
+
+    @cached_property
+    def _in_memory(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The sizes of shards in the order of memory, and the number of each shard there."""
+        numbers = {shard: number for number, shard in enumerate(self.order)}
+        sizes = tuple(self.sizes[shard] for shard in self.order)
+        return sizes, tuple(numbers[shard] for shard in range(len(self.sizes)))
 
     def messages(self, memory: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the part of each reducer."""
-        return torch.split(memory, list(self.message_sizes))
+        return memory.split_with_sizes(self.message_sizes)
 
 
 Slot: TypeAlias = Literal["own", "shard"]
@@ -159,6 +165,17 @@ class Stage:
         """The positions of the other ranks, the next one first: not all ranks send to the same one."""
         size = len(self.ranks)
         return tuple((self.position + step) % size for step in range(1, size))
+
+    @cached_property
+    def message_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """The sizes of the messages of each shard's mean."""
+        several, size_of = range(self.messages_per_mean), self.mean_layout.message_bytes
+        return tuple(tuple(size_of(one) for one in some for _ in several) for some in self.mean_lengths)
+
+    @cached_property
+    def decoded_lengths(self) -> tuple[int, ...]:
+        """Of how many values each mean of messages is, in the order of shards."""
+        return tuple(length for some in self.mean_lengths for length in some)
 
     @cached_property
     def waits(self) -> int:

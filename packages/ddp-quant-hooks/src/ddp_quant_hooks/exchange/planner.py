@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 from ddp_quant_hooks.exchange.levels import choose_levels, chunk_values
 from ddp_quant_hooks.exchange.placement import Placement
@@ -27,11 +26,6 @@ _MOST_SHARDS = 4
 each host, and all ranks of a host reduce equally many if the number of shards is a multiple of theirs."""
 
 
-_MOST_PLANS = 1 << 12
-"""How many plans are kept: of calls whose tensors have another length in every step, not all of them."""
-
-
-@lru_cache(maxsize=_MOST_PLANS)
 def plan_average(
     placement: Placement,
     rank: int,
@@ -69,7 +63,6 @@ def plan_average(
     )
 
 
-@lru_cache(maxsize=_MOST_PLANS)
 def plan_reduce_scatter(
     placement: Placement, rank: int, count: int, formats: Formats, *, on_streams: bool = False
 ) -> Plan:

@@ -46,6 +46,11 @@ class Values:
         """Their size in bytes."""
         return self.count * self.dtype.itemsize
 
+    def mark_written(self) -> None:
+        """Tell autograd that they change, which does not see what kernels write."""
+        # A tensor of inference mode has no version.
+        torch.autograd.graph.increment_version([one for one in self._parts if not one.is_inference()])
+
     def to(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a copy of all numbers."""
         return torch.cat([part.to(dtype) for part in self._parts])

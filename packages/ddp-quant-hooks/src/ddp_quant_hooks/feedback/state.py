@@ -106,9 +106,10 @@ class FeedbackState(HookState):
         pass are one.
 
         Raises:
-            RuntimeError: Inside of another ``step()``.
+            RuntimeError: Inside of another ``step()``; or a ``backward()`` inside averages a model's buckets
+                with error feedback.
             ValueError: This state averages the buckets of a model with error feedback; raised by the first
-                call or ``backward()`` inside.
+                call inside.
 
         Example:
             >>> with state.step():  # doctest: +SKIP
@@ -117,7 +118,7 @@ class FeedbackState(HookState):
         """
         step = self.feedback.begin_step()
         try:
-            with step.outcome.watch():
+            with step.outcome:
                 yield
         finally:
             step.end_part()

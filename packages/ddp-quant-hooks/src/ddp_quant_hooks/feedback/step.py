@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from dist_utils import torch_compat
 from dist_utils.comm_hooks import Bucket
 from dist_utils.process_groups import record_use
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T")
 
@@ -45,25 +47,22 @@ class Outcome:
         """Note whether a value of a mean is not finite, as a flag on any device."""
         self._flags.append(flag)
 
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Note an error in the block: the step does not count."""
-        try:
-            yield
-        except BaseException:
+    def __enter__(self) -> Self:
+        """Begin a block: an error in it breaks the step."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
             self.broken = True
-            raise
 
     def of(self, done: torch.futures.Future[T]) -> T:
         """Return the value of an exchange's future, or note its error. For callbacks."""
-        with self.watch():
+        with self:
             return done.value()
 
-    def of_mean(self, done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-        """Like :meth:`of`, and note whether the mean is not finite."""
-        mean = self.of(done)
+    def look_at(self, mean: torch.Tensor) -> None:
+        """Note whether a value of a mean is not finite."""
         self.not_finite(~(mean.coalesce().values() if mean.is_sparse else mean).isfinite().all())
-        return mean
 
     def any_so_far(self, device: torch.device) -> torch.Tensor:
         """Return on ``device`` whether a value of any mean was not finite, of the exchanges that are over."""

@@ -198,7 +198,11 @@ class GatherHandle(Replacement):
                     )
 
     def _agree(self, problem: Exception | None) -> None:
-        """Compare modules and options in every group that shares shards, and learn the ranks' hosts there."""
+        """Compare modules and options in every group that shares shards, and learn the ranks' hosts there.
+
+        A rank that has found no module does not know these groups. It tells WORLD, which is the group of
+        every model without a mesh; ranks of a smaller mesh wait for it until their timeout.
+        """
         groups = dict.fromkeys(module.shard_group for module in self._modules if module.shard_group)
         for group in groups or [resolve_group(None)]:
             try:

@@ -188,7 +188,7 @@ def _agree_on_finite(
     modules: Sequence[ShardedModule], state: AveragingState, outcome: Outcome, device: torch.device
 ) -> None:
     """Let a step count on no rank if an average is not finite on one of those that share a module."""
-    with outcome.watch():
+    with outcome:
         state.wait()  # for what is noted on its thread, and on a stream of its own
         groups = {id(group): group for module in modules for group in module.groups}
         own = dist.get_process_group_ranks(state.process_group)  # which have agreed in each exchange

@@ -39,6 +39,8 @@ class Replacement(ABC):
         problem: Exception | None = None
         try:
             self._modules = sharded_modules(model, self._function, self._method)
+            for module in self._modules:  # they are known by now, and with them who must hear of it
+                module.refuse_several_groups()
             self._refuse()
         except (TypeError, ValueError) as error:  # the other ranks must hear of it
             problem = type(error)(f"{self._function}: {error}")

@@ -93,9 +93,23 @@ class ShardedModule(NamedTuple):
         older = getattr(self.group, "reduce_scatter_divide_factor", None)  # its name before torch 2.8
         return getattr(self.group, "gradient_divide_factor", older) is not None
 
+    def refuse_several_groups(self) -> None:
+        """Raise ``ValueError`` if it has several groups of parameters, each with a mesh of its own."""
+        if len(_groups_of(self.module)) > 1:
+            raise ValueError(
+                f"module {self.name!r} has several groups of parameters, which FSDP gives no hooks"
+            )
+
     def collective(self, record: str) -> Any:
         """Return what FSDP calls for it, by the name in FSDP's record."""
         return private(self.group, record, _PURPOSE)
+
+
+def _groups_of(module: Any) -> list[Any]:
+    """Return FSDP's records of a module's parameters: one, but where ``fully_shard`` made several meshes."""
+    state = private(module, "_get_fsdp_state", _PURPOSE)()
+    several = getattr(state, "_fsdp_param_groups", None)
+    return several or [private(state, "_fsdp_param_group", _PURPOSE)]  # all that torch 2.9 has
 
 
 def sharded_modules(model: torch.nn.Module, name: str, method: str) -> list[ShardedModule]:
@@ -107,7 +121,7 @@ def sharded_modules(model: torch.nn.Module, name: str, method: str) -> list[Shar
     Raises:
         TypeError: The model is not a module.
         MissingTorchFeatureError: This torch's FSDP has no such method.
-        ValueError: There is none; or one has several groups of parameters, each with a mesh of its own.
+        ValueError: There is none.
     """
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - takes a second, and few programs need it
 
@@ -117,15 +131,8 @@ def sharded_modules(model: torch.nn.Module, name: str, method: str) -> list[Shar
     found: dict[int, ShardedModule] = {}
     for path, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            key = without_wrappers(path) or "(model)"
-            state = private(module, "_get_fsdp_state", _PURPOSE)()
-            groups = getattr(state, "_fsdp_param_groups", None)
-            groups = groups or [private(state, "_fsdp_param_group", _PURPOSE)]  # all that torch 2.9 has
-            if len(groups) > 1:
-                raise ValueError(
-                    f"module {key!r} has several groups of parameters, which FSDP gives no hooks"
-                )
-            found.setdefault(id(groups[0]), ShardedModule(key, module, groups[0]))
+            group = _groups_of(module)[0]
+            found.setdefault(id(group), ShardedModule(without_wrappers(path) or "(model)", module, group))
     modules = [module for module in found.values() if module.group is not None]
     if not modules:
         raise ValueError("fully_shard was applied neither to the model nor to a module in it")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import threading
 from pathlib import Path
 
 import torch
@@ -118,7 +119,7 @@ class CpuKernels:
         work.dtype = 0 if call.values is None else _DTYPES[call.values.dtype]
         work.format, work.rotate = _FORMATS[call.layout.format], call.layout.rotate
         work.message_format, work.message_rotate = _FORMATS[call.new_layout.format], call.new_layout.rotate
-        threads = torch.get_num_threads()
+        threads = _thread_count()
         for index, shard in enumerate(call.shards()):
             work.values, work.tensor, work.message, work.residual, work.new_residual = shard
             if call.incoming:
@@ -166,14 +167,36 @@ class CpuKernels:
         self._run_low_rank(_FOLLOW, work)
 
     def _run_low_rank(self, kernel: int, work: _LowRankWork) -> None:
-        threads = torch.get_num_threads()
-        self._require_done(self._library.quant_low_rank(kernel, self._index, threads, ctypes.byref(work)))
+        code = self._library.quant_low_rank(kernel, self._index, _thread_count(), ctypes.byref(work))
+        self._require_done(code)
 
     def _require_done(self, code: int) -> None:
         if code == _NO_MEMORY:
             raise MemoryError("the compiled kernels had no memory for their work")
         if code != 0:
             raise RuntimeError(f"the compiled kernels do not run with {self.instruction_set} here")
+
+
+_of_thread = threading.local()
+"""``count`` is what :func:`_thread_count` has found."""
+
+
+def _thread_count() -> int:
+    """Return how many threads a call may use: as many as torch's operators.
+
+    Asking torch sets the number on the thread that asks, and with it the bits of later products there. The
+    main thread has its number anyway; for any other, a thread of its own asks, once.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return torch.get_num_threads()
+    if not hasattr(_of_thread, "count"):
+        found: list[int] = []
+        asking = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        asking.start()
+        asking.join()
+        (_of_thread.count,) = found
+    count: int = _of_thread.count
+    return count
 
 
 def _work_on(matrix: Matrix, rank: int) -> _LowRankWork:

@@ -114,6 +114,7 @@ def encode_shards(
     *,
     residual: torch.Tensor | None = None,
     new_residual: torch.Tensor | None = None,
+    check: bool = True,
 ) -> None:
     """Quantize each shard of the values to a message of its own; on a GPU in one launch.
 
@@ -124,11 +125,13 @@ def encode_shards(
         layout: Of the messages.
         residual: As for :func:`encode`, of all values.
         new_residual: As for :func:`encode`, of all values.
+        check: Check the tensors, and tell autograd of what is written. Without it they must fit: for callers
+            that have laid them out themselves, and for small messages half of the time.
 
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`encode`; or no message, or lengths of other values.
     """
-    _run(KernelCall(lengths, values, (), layout, messages, layout, residual, new_residual))
+    _run(KernelCall(lengths, values, (), layout, messages, layout, residual, new_residual), check=check)
 
 
 def reduce(
@@ -140,6 +143,7 @@ def reduce(
     *,
     residual: torch.Tensor | None = None,
     new_residual: torch.Tensor | None = None,
+    check: bool = True,
 ) -> None:
     """Quantize the mean of several messages' values again.
 
@@ -154,6 +158,7 @@ def reduce(
         message_layout: Of ``message``; the same block size as ``layout``.
         residual: As for :func:`encode`, of the mean.
         new_residual: As for :func:`encode`.
+        check: As for :func:`encode_shards`.
 
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`encode`; or no message, or unequal block sizes.
@@ -162,7 +167,8 @@ def reduce(
         raise ValueError(
             f"the block sizes must be equal, got {layout.block_size} and {message_layout.block_size}"
         )
-    _run(KernelCall([values], None, [messages], layout, [message], message_layout, residual, new_residual))
+    call = KernelCall([values], None, [messages], layout, [message], message_layout, residual, new_residual)
+    _run(call, check=check)
 
 
 def decode(messages: Sequence[torch.Tensor], layout: Layout, values: torch.Tensor) -> None:
@@ -184,6 +190,8 @@ def decode_shards(
     lengths: Sequence[int],
     layout: Layout,
     values: torch.Tensor,
+    *,
+    check: bool = True,
 ) -> None:
     """Restore values shard by shard, each the mean of its messages' values; on a GPU in one launch.
 
@@ -192,16 +200,18 @@ def decode_shards(
         lengths: How many values each shard has, as for :func:`encode_shards`.
         layout: Of ``messages``.
         values: As for :func:`decode`.
+        check: As for :func:`encode_shards`.
 
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`decode`; or lengths of other values, or shards with
             different numbers of messages.
     """
-    _run(KernelCall(lengths, values, messages, layout, (), layout))
+    _run(KernelCall(lengths, values, messages, layout, (), layout), check=check)
 
 
-def _run(call: KernelCall) -> None:
-    call.begin()
+def _run(call: KernelCall, *, check: bool = True) -> None:
+    if check:
+        call.begin()
     if call.layout.dtype is not None or call.new_layout.dtype is not None:
         floats.run(call)
     elif any(call.lengths):

@@ -58,9 +58,9 @@ def _signs(size: int, device: torch.device) -> torch.Tensor:
 
 
 def signs(size: int, device: torch.device) -> torch.Tensor:
-    """Return 1 and -1 by a hash of the place."""
-    place = torch.arange(1, size + 1, dtype=torch.int64, device="cpu")  # not the default device
-    value = _low(place, 0x9E3779B1)
+    """Return 1 and -1 by a hash of the index, which begins at 1."""
+    index = torch.arange(1, size + 1, dtype=torch.int64, device="cpu")  # not the default device
+    value = _low(index, 0x9E3779B1)
     value = _low(value ^ (value >> 15), 0x85EBCA6B)
     value = _low(value ^ (value >> 13), 0xC2B2AE35)
     return (value >> 31).mul(-2).add(1).to(torch.float32).to(device)

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.averaging import PlannedAverage, is_sampled, relative_error
+from ddp_quant_hooks.averaging import Average
 from ddp_quant_hooks.exchange import exchange
 from ddp_quant_hooks.exchange.exchange import NotFinite, Task
 from ddp_quant_hooks.exchange.plan import Plan
@@ -70,7 +70,6 @@ class LowRankTask:
         residuals: What earlier steps have left, and the right factors.
         not_finite: See :class:`ddp_quant_hooks.exchange.exchange.Task`.
         label: Likewise.
-        sampled: Whether the error is measured.
     """
 
     arrangement: Arrangement
@@ -78,10 +77,9 @@ class LowRankTask:
     residuals: BucketResiduals
     not_finite: NotFinite
     label: int
-    sampled: bool
 
 
-class LowRank(PlannedAverage):
+class LowRank(Average):
     """Sends factors in few bits. See :class:`ddp_quant_hooks.LowRankState`.
 
     Args:
@@ -116,16 +114,14 @@ class LowRank(PlannedAverage):
         """See :meth:`ddp_quant_hooks.averaging.Average.refuse_shards`."""
         raise ValueError(f"{name}: a LowRankState averages whole matrices, and a shard is a part of one")
 
-    def prepare(
+    def _task_of(
         self,
         group: dist.ProcessGroup,
         step: Step,
         owners: Sequence[Owner],
         tensors: Sequence[torch.Tensor],
-        *,
-        label: int = 0,
+        label: int,
     ) -> LowRankTask:
-        """See :meth:`ddp_quant_hooks.averaging.Average.prepare`."""
         count, device = sum(map(value_count, tensors)), tensors[0].device
         arrangement = _arranged(tuple(map(shape_of, owners)), self._rank)
         slots = {
@@ -141,32 +137,16 @@ class LowRank(PlannedAverage):
         plans = [
             self._plan(plan_average, group, length, like, levels=self._options.levels) for length in lengths
         ]
-        sampled = is_sampled(self._prepared, self._options.sample_every)
-        self._prepared += 1
-        return LowRankTask(arrangement, plans, residuals, step.outcome.not_finite, label, sampled)
+        return LowRankTask(arrangement, plans, residuals, step.outcome.not_finite, label)
 
-    def run(self, group: dist.ProcessGroup, values: Values, task: LowRankTask) -> None:
-        """See :meth:`ddp_quant_hooks.averaging.Average.run`."""
-        sent = sum(plan.bytes_sent for plan in task.plans)
-        outside = sum(plan.bytes_between_hosts for plan in task.plans)
-        reference = error = None
-        if task.sampled:
-            reference = values.to(torch.float32).div_(group.size())
-            dist.all_reduce(reference, group=group)
-            more = self.bytes_of_ring(group, reference.nbytes)
-            sent, outside = sent + more[0], outside + more[1]
-        self._average(group, values, task)
-        if reference is not None:
-            error = relative_error(values.to(torch.float32), reference)
-        self._counter.add(values.nbytes, group.size(), sent, outside, quantized=True, error=error)
-
-    def _average(self, group: dist.ProcessGroup, values: Values, task: LowRankTask) -> None:
-        """Average a bucket: the algorithm."""
+    def _average(self, group: dist.ProcessGroup, values: Values, task: LowRankTask) -> tuple[int, int]:
         factors, plans = _factors_of(values, task), iter(task.plans)
         lost = self._mean(group, factors.left_row(), task, next(plans))
         right_row = factors.right_row(lost)
         if len(right_row):
             factors.restore(self._mean(group, right_row, task, next(plans)))
+        sent = sum(plan.bytes_sent for plan in task.plans)
+        return sent, sum(plan.bytes_between_hosts for plan in task.plans)
 
     def _mean(
         self, group: dist.ProcessGroup, row: torch.Tensor, task: LowRankTask, plan: Plan

@@ -43,7 +43,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
     if not 0 < seconds < math.inf:
         raise argparse.ArgumentTypeError(f"must be positive and finite, got {text}")
     return seconds

@@ -114,7 +114,7 @@ class Call:
         with torch_compat.profiler_range(f"ddp_quant_hooks.{self.name}"), torch.inference_mode(False):
             try:
                 if filled and state.process_group.size() > 1:
-                    with self.step.outcome.watch():
+                    with self.step.outcome:
                         state.begin_call(self.name, self._terms(), filled)
                         submitted = [future.then(self.step.outcome.of) for future in submit(self)]
                 if result is None:

@@ -11,6 +11,7 @@ from dist_utils.comm_hooks.buckets import (
     is_pair,
     joined_future,
     none_means_world,
+    world_by_default,
 )
 from dist_utils.comm_hooks.hook_state import (
     Bucket,
@@ -41,4 +42,5 @@ __all__ = [
     "require_same_bucket",
     "require_same_call",
     "same_kind",
+    "world_by_default",
 ]

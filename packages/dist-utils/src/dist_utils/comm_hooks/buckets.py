@@ -23,8 +23,6 @@ GRADIENT_DTYPES = (
     torch.complex128,
 )
 
-_MODULES_WHOSE_NONE_IS_WORLD = ("ddp_compress_hooks.", "ddp_quant_hooks.", "torch.distributed.algorithms.")
-
 _T = TypeVar("_T")
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
@@ -60,13 +58,26 @@ def is_pair(bucket: object) -> TypeGuard[tuple[torch.Tensor, torch.Tensor]]:
     return isinstance(bucket, tuple)
 
 
-def none_means_world(hook: object) -> bool:
-    """Return whether a hook averages over WORLD if its state is ``None``: those of this project and PyTorch.
+def world_by_default(hook: _Hook) -> _Hook:
+    """Declare that a communication hook averages over WORLD if its state is ``None``. A decorator.
 
-    Any other hook may know its group by itself. A wrapper that names the module of its hook as its own counts
-    as that hook.
+    Example:
+        >>> @world_by_default
+        ... def my_hook(process_group, bucket): ...
+        >>> none_means_world(my_hook)
+        True
     """
-    return str(getattr(hook, "__module__", "")).startswith(_MODULES_WHOSE_NONE_IS_WORLD)
+    hook.world_by_default = True  # type: ignore[attr-defined]
+    return hook
+
+
+def none_means_world(hook: object) -> bool:
+    """Return whether a hook averages over WORLD if its state is ``None``: as it declares, or if PyTorch's.
+
+    Any other hook may know its group by itself. See :func:`world_by_default`.
+    """
+    of_torch = str(getattr(hook, "__module__", "")).startswith("torch.distributed.algorithms.")
+    return of_torch or getattr(hook, "world_by_default", False)
 
 
 def check_gradient_dtype(gradient: torch.Tensor) -> None:

@@ -168,6 +168,11 @@ class HookState:
         return resolve_group(None if self._group is None else group_behind(self._group))
 
     @property
+    def has_own_group(self) -> bool:
+        """Whether it was given a group, or bound to a model of one, and does not look up WORLD."""
+        return self._group is not None
+
+    @property
     def worker(self) -> OrderedWorker:
         """The worker for jobs of several collectives; made at first use, and again after :meth:`close`."""
         group = self.process_group
@@ -310,10 +315,12 @@ class HookState:
         require_same_call(self.worker, title, terms, tensors)
 
     def fail(self, error: BaseException) -> None:
-        """Keep an error of the hook as the worker's first one, and end its private group.
+        """Keep an error of the hook as the worker's first one, which every later bucket raises.
 
-        The other ranks hear of it soon, and not only at their timeout. Does nothing if there is no worker.
-        See :meth:`OrderedWorker.fail`.
+        If a job has run on the worker's thread (on CPUs and with Gloo), this ends the private group, so that
+        the other ranks hear of the error soon. Otherwise they get one at their timeout: they wait for this
+        rank to agree, to connect or, with NCCL, in a collective of the group itself, which belongs to the
+        user. Does nothing if there is no worker yet.
         """
         if self._worker is not None:
             self._worker.fail(error)

@@ -64,9 +64,9 @@ def same_kind(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     The kinds come in the order in which they first appear.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for place, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         if tensor.numel():
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
     return list(kinds.values())
 
 

@@ -159,8 +159,8 @@ def _tensors_of_module(
             yield f"{name} (a buffer)", buffer
 
 
-def _entry_of_tensor(place: str, tensor: torch.Tensor) -> Entry:
-    name, kind = place or "values", type(tensor).__name__
+def _entry_of_tensor(path: str, tensor: torch.Tensor) -> Entry:
+    name, kind = path or "values", type(tensor).__name__
     if torch.nn.parameter.is_lazy(tensor) or tensor.is_meta:
         raise TypeError(f"{name} has no values yet: it is on the meta device or not initialized")
     if class_handles_memory(tensor):
@@ -267,9 +267,9 @@ def _different_values(group: dist.ProcessGroup, entry: Entry, other: int, first:
     differ = (own != theirs).view(-1, length).any(1)
     found: list[object] = []
     if differ.any():
-        place = int(differ.int().argmax())
-        two = [one.view(-1, length)[place].cpu().view(entry.values.dtype).item() for one in (theirs, own)]
-        index = [int(i) for i in torch.unravel_index(torch.tensor(place), entry.values.shape)]
+        first_one = int(differ.int().argmax())
+        two = [one.view(-1, length)[first_one].cpu().view(entry.values.dtype).item() for one in (theirs, own)]
+        index = [int(i) for i in torch.unravel_index(torch.tensor(first_one), entry.values.shape)]
         found = [str(index) if index else "", *map(str, two), int(differ.sum())]
     index, one, two, count = all_gather_plain(group, found)[other]
     return f"{index}: {first} {one}, {second} {two} ({count} of {len(differ)} values differ)"

@@ -96,7 +96,7 @@ def sync_params_and_buffers(
 
     def collect() -> tuple[list[str], list[torch.Tensor]]:
         tensors = list(module_states)
-        return [f"module_states[{place}]" for place in range(len(tensors))], tensors
+        return [f"module_states[{index}]" for index in range(len(tensors))], tensors
 
     _sync(process_group, collect, broadcast_bucket_size, src, verify=verify)
 

@@ -179,7 +179,7 @@ _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref
 """The numbers of the next meetings of each group."""
 
 
-def _next_place(group: dist.ProcessGroup, store: Any) -> str:
+def _next_prefix(group: dist.ProcessGroup, store: Any) -> str:
     """Return the beginning of the keys of a group's next meeting, the first that is not over.
 
     A job that torchrun restarts finds the store of its last attempt, if that is the agent's. (Agents of
@@ -191,8 +191,8 @@ def _next_place(group: dist.ProcessGroup, store: Any) -> str:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if in_agents_store else "0"
     first = dist.get_process_group_ranks(group)[0]
     numbers = _meetings.setdefault(group, itertools.count())
-    places = (f"dist_utils/{attempt}/{group.group_name}:{first}/{number}" for number in numbers)
-    return next(place for place in places if not store.check([f"{place}/verdict"]))
+    prefixes = (f"dist_utils/{attempt}/{group.group_name}:{first}/{number}" for number in numbers)
+    return next(prefix for prefix in prefixes if not store.check([f"{prefix}/verdict"]))
 
 
 class _Meeting:
@@ -205,11 +205,11 @@ class _Meeting:
     """
 
     def __init__(self, group: dist.ProcessGroup, store: Any) -> None:
-        self._store, place = store, _next_place(group, store)
+        self._store, prefix = store, _next_prefix(group, store)
         self._ranks = dist.get_process_group_ranks(group)
         self._me = group.rank()
-        self._verdict, self._readers = f"{place}/verdict", f"{place}/readers"
-        self._said = [f"{place}/{index}" for index in range(len(self._ranks))]
+        self._verdict, self._readers = f"{prefix}/verdict", f"{prefix}/readers"
+        self._said = [f"{prefix}/{index}" for index in range(len(self._ranks))]
 
     def hold(self, claim: Claim, seconds: float) -> Verdict:
         """Say what this rank claims, wait for the other ranks, and return the verdict."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Mapping
 from typing import Any
@@ -52,9 +51,10 @@ class KnownTerms:
         known: set[object] = self._known.setdefault(self if about is None else about, set())
         if len(known) >= _MOST:  # on all ranks at once, as all know the same
             known.clear()
-        key: object = None
-        with contextlib.suppress(Exception):  # raised below, when the other ranks have heard of it
+        try:
             key = _key(title, terms)
+        except Exception:  # noqa: BLE001 - raised below, when the other ranks have heard of it
+            key = None
         if key in known:
             return
         try:
@@ -67,6 +67,7 @@ class KnownTerms:
 
 def _key(title: str, terms: Mapping[str, object]) -> object:
     """Return what stands for a title and terms here, whatever their order: it may be another on each rank."""
-    if all(type(value) in _PLAIN for value in terms.values()):
-        return title, frozenset((name, type(value), value) for name, value in terms.items())
+    kinds = [*map(type, terms.values())]
+    if _PLAIN.issuperset(kinds):
+        return title, frozenset(zip(terms, kinds, terms.values(), strict=True))
     return hashlib.sha256(f"{title!r} {term_texts(terms)}".encode()).digest()

@@ -251,7 +251,11 @@ class OrderedWorker:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Keep this as the first error, and end the private group, if there is one: its peers hear of it."""
+        """Keep this as the first error, and end the private group, so that its peers hear of it.
+
+        There is none before the first job, nor with NCCL: peers that wait for this rank then get an error at
+        their timeout.
+        """
         self._failure.keep(error)
         if self._thread is not None:
             self._thread.end_group()

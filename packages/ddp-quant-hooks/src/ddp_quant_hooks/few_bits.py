@@ -1,0 +1,166 @@
+"""Average values in few bits: by a plan, in an exchange, with residuals; some of them without compression."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ddp_quant_hooks.averaging import Average
+from ddp_quant_hooks.exchange import exchange
+from ddp_quant_hooks.exchange.exchange import NotFinite, Task
+from ddp_quant_hooks.exchange.plan import Plan
+from ddp_quant_hooks.exchange.planner import plan_average, plan_reduce_scatter
+from ddp_quant_hooks.exchange.spans import Span
+from ddp_quant_hooks.exchange.values import Values, put_back
+from ddp_quant_hooks.feedback.residuals import Owner, Slot, owner_length
+from ddp_quant_hooks.feedback.step import Step, value_count
+from ddp_quant_hooks.kernels import VALUE_DTYPES
+
+
+@dataclass(frozen=True)
+class FewBitsTask:
+    """How a bucket is averaged in few bits.
+
+    Attributes:
+        exchange: How its values are, or those of them that are not exact.
+        few: Where these are, if some are exact; else ``None``.
+        exact: The values that are averaged without compression.
+    """
+
+    exchange: Task
+    few: tuple[Span, ...] | None
+    exact: tuple[Span, ...]
+
+
+class FewBits(Average):
+    """Sends values in few bits. See :class:`ddp_quant_hooks.QuantizedAllreduceState`.
+
+    Args:
+        options: The options of the state.
+        feedback: Its residuals.
+        counter: Counts what is averaged.
+    """
+
+    def quantizes(self, owners: Sequence[Owner], tensors: Sequence[torch.Tensor], ranks: int) -> bool:
+        """See :meth:`Average.quantizes`: neither small buckets, nor exact values alone, nor fp64."""
+        if tensors[0].dtype.to_real() not in VALUE_DTYPES:
+            return False
+        if sum(tensor.nbytes for tensor in tensors) < self._options.least_bytes(ranks):
+            return False
+        return any(owner_length(owner) and not self._is_exact(owner) for owner in owners)
+
+    def terms_of(self, owners: Sequence[Owner]) -> Mapping[str, object]:
+        """See :meth:`Average.terms_of`."""
+        if not self._options.exact_1d:
+            return {}
+        return {"of at most one dimension": [*map(self._is_exact, owners)]}
+
+    def _task_of(
+        self,
+        group: dist.ProcessGroup,
+        step: Step,
+        owners: Sequence[Owner],
+        tensors: Sequence[torch.Tensor],
+        label: int,
+    ) -> FewBitsTask:
+        few, exact = None, tuple[Span, ...]()
+        count = sum(map(value_count, tensors))
+        if any(map(self._is_exact, owners)):
+            few, exact = self._split(owners)
+            owners = [owner for owner in owners if not self._is_exact(owner)]
+            count = sum(map(len, few))
+        plan = self._plan(plan_average, group, count, tensors[0], levels=self._options.levels)
+        not_finite = step.outcome.not_finite if self._feedback.wanted else None
+        task = self._task(plan, step, owners, tensors[0].device, not_finite, label)
+        return FewBitsTask(task, few, exact)
+
+    def _average(self, group: dist.ProcessGroup, values: Values, task: FewBitsTask) -> tuple[int, int]:
+        few = values if task.few is None else Values(values.parts_of(task.few))
+        exact = values.parts_of(task.exact)
+        not_finite, plan = task.exchange.not_finite, task.exchange.plan
+        sent, outside = plan.bytes_sent, plan.bytes_between_hosts
+        apart = None
+        if exact:
+            apart = _set_apart(exact, group.size())
+            dist.all_reduce(apart, group=group)
+            if not_finite is not None:
+                not_finite(~apart.isfinite().all())
+            more = self.bytes_of_ring(group, apart.nbytes)
+            sent, outside = sent + more[0], outside + more[1]
+        exchange.average(group, task.exchange, few, self._scratch(values.device))
+        if apart is not None:
+            put_back(exact, apart)
+        return sent, outside
+
+    def refuse_flat(self, name: str) -> None:
+        """See :meth:`Average.refuse_flat`."""
+        if self._options.exact_1d:
+            raise ValueError(f"{name}: exact_1d does not work: shards of parameters have no dimensions")
+
+    def refuse_shards(self, name: str) -> None:
+        """See :meth:`Average.refuse_shards`."""
+        self.refuse_flat(name)
+        levels = self._options.levels
+        if levels is not None and len(levels) > 1:
+            raise ValueError(f"{name}: levels={levels} do not work: a shard goes to its rank without them")
+
+    def prepare_shards(
+        self,
+        group: dist.ProcessGroup,
+        step: Step,
+        owner: Owner,
+        shards: torch.Tensor,
+        *,
+        not_finite: NotFinite | None,
+        label: int = 0,
+    ) -> Task:
+        """See :meth:`Average.prepare_shards`."""
+        plan = self._plan(plan_reduce_scatter, group, value_count(shards) // group.size(), shards)
+        return self._task(plan, step, [owner], shards.device, not_finite, label)
+
+    def run_shards(
+        self, group: dist.ProcessGroup, shards: torch.Tensor, mean: torch.Tensor, task: Task
+    ) -> None:
+        """See :meth:`Average.run_shards`."""
+        plan = task.plan
+        exchange.reduce_scatter(group, task, shards, mean, self._scratch(mean.device))
+        self._counter.add(
+            shards.nbytes // 2, group.size(), plan.bytes_sent, plan.bytes_between_hosts, quantized=True
+        )
+
+    def _is_exact(self, owner: Owner) -> bool:
+        """Return whether an owner's values are averaged without compression: parameters of one dimension."""
+        return self._options.exact_1d and len(owner.shape) <= 1
+
+    def _split(self, owners: Sequence[Owner]) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+        """Return where the values are that are sent in few bits, and where those that are not."""
+        spans: dict[bool, list[Span]] = {False: [], True: []}
+        start = 0
+        for owner in owners:
+            stop = start + owner_length(owner)
+            if start < stop:
+                spans[self._is_exact(owner)].append(Span(start, stop))
+            start = stop
+        return tuple(spans[False]), tuple(spans[True])
+
+    def _task(
+        self,
+        plan: Plan,
+        step: Step,
+        owners: Sequence[Owner],
+        device: torch.device,
+        not_finite: NotFinite | None,
+        label: int,
+    ) -> Task:
+        slots: dict[str, Slot] = {name: Slot(spans) for name, spans in plan.slots.items()}
+        residuals = self._feedback.residuals(step, owners, slots, device)
+        return Task(plan, residuals.span, not_finite, label)
+
+
+def _set_apart(gradients: Sequence[torch.Tensor], world_size: int) -> torch.Tensor:
+    """Return a rank's shares of the means of some gradients, for an all-reduce."""
+    apart = torch.cat([gradient.flatten() for gradient in gradients])
+    return apart.to(torch.promote_types(apart.dtype, torch.float32)).div_(world_size)
