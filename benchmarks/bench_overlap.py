@@ -2,7 +2,7 @@
 
     python benchmarks/bench_overlap.py             # everything, half an hour
     python benchmarks/bench_overlap.py loopback --models 10MB --repeats 20
-    python benchmarks/bench_overlap.py hosts compressed launch
+    python benchmarks/bench_overlap.py hooks --repeats 15  # eight minutes
 
 Two ranks on Gloo, AdamW, and a stack of square linear layers with biases, or a small transformer: 1.4 million
 parameters in 75 tensors. Times are of the slowest rank, for zero_grad, forward, backward and step. The
@@ -12,7 +12,8 @@ another. Writes results/overlap.json and .png.
 One side is the ordinary loop with PyTorch's allreduce_hook, which averages like DDP without a hook: it shows
 the cost of any communication hook in Python, before anything is overlapped.
 
-The part "compressed" has gradients in 8 bits on both sides, with 1 Gbit/s between two hosts.
+The part "hooks" compares the ordinary and the overlapped loop with the same hook each: PyTorch's, in 16 bits,
+and in 8 bits; on loopback and on two and four emulated hosts. Its cases of a slow wire repeat less often.
 
 With T0 the ordinary loop's time, T ours, O the optimizer's own step and n the number of buckets, all but
 the last bucket's step can be hidden: the efficiency is (T0 - T) / (O - O / n).
@@ -39,6 +40,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_compress_hooks import fp16_compress_hook
 from ddp_optim_overlap import overlap_optimizer
 from ddp_optim_overlap.optimizers.partial_steps import PartialSteps
 from ddp_optim_overlap.passes.bucket import lend_gradients
@@ -51,24 +53,37 @@ ORDINARY, HOOKED, PYTORCH, OURS, RELEASED = (
     "ours: overlapped step",
     "ours: release_gradients",
 )
-QUANTIZED, BOTH = "8 bits", "8 bits, ours: overlapped step"
-SIDES = {
-    "loopback": (ORDINARY, HOOKED, PYTORCH, OURS, RELEASED),
-    "hosts": (ORDINARY, HOOKED, PYTORCH, OURS, RELEASED),
-    "compressed": (ORDINARY, QUANTIZED, BOTH),
-}
-RATES = {"loopback": None, "hosts": "1gbit", "compressed": "1gbit"}
+HALVED, HALVED_OURS = "16 bits", "16 bits, ours: overlapped step"
+QUANTIZED, QUANTIZED_OURS = "8 bits", "8 bits, ours: overlapped step"
+WITH_SAME_HOOK = {OURS: HOOKED, HALVED_OURS: HALVED, QUANTIZED_OURS: QUANTIZED}
+SIDES = (ORDINARY, HOOKED, PYTORCH, OURS, RELEASED)
+RATES = {"loopback": None, "hosts": "1gbit"}
 STEP = "optimizer.step() alone"
 BUCKETS = {"10MB": 10, "60MB": 15, "transformer": 10}
 LAYERS = {"10MB": (256, 40), "60MB": (512, 60)}
 """The width and the number of layers of each stack."""
+MEBIBYTES = {"10MB": 10.04, "60MB": 60.12, "transformer": 5.3}
 CASES: dict[str, dict[str, tuple[int, ...]]] = {
     "loopback": {"10MB": (8, 64), "60MB": (8, 64), "transformer": (8,)},
     "hosts": {"10MB": (8,), "60MB": (8,)},
-    "compressed": {"10MB": (8,), "60MB": (8,), "transformer": (8,)},
 }
 """The rows of a batch, per model."""
 KINDS = ("fused", "foreach")
+SMALL = [("10MB", "fused", 1), ("10MB", "foreach", 1)]
+HOOK_CASES: dict[tuple[str | None, int], list[tuple[str, str, int]]] = {
+    (None, 2): [
+        *SMALL,
+        ("10MB", "sgd", 1),
+        ("60MB", "fused", 4),
+        ("60MB", "foreach", 4),
+        ("60MB", "fused", 25),
+    ],
+    ("1gbit", 2): [*SMALL, ("10MB", "sgd", 1), ("60MB", "fused", 4), ("60MB", "foreach", 25)],
+    ("1gbit", 4): SMALL,
+    ("200mbit", 2): SMALL,
+    ("200mbit", 4): SMALL,
+}
+"""By the rate of the hosts' links (``None``: loopback) and ranks: model, optimizer, MiB of a bucket."""
 WORDS, WORDS_IN_ROW = 500, 32
 
 
@@ -97,11 +112,8 @@ def make_batch(model: str, rows: int, seed: int) -> torch.Tensor:
 class Side:
     """A model that is trained in one way; a call makes a step."""
 
-    def __init__(self, name: str, model: str, kind: str, batch: torch.Tensor) -> None:
-        net = make_net(model)
-        size = sum(parameter.nbytes for parameter in net.parameters()) / 2**20
-        # This many buckets, or one more, from the second step on.
-        self.ddp = ddp = DistributedDataParallel(net, bucket_cap_mb=size / BUCKETS[model])
+    def __init__(self, name: str, model: str, kind: str, batch: torch.Tensor, bucket_mb: float) -> None:
+        self.ddp = ddp = DistributedDataParallel(make_net(model), bucket_cap_mb=bucket_mb)
         self._name, self._batch = name, batch
         self.handle: Any = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -110,16 +122,17 @@ class Side:
                 warnings.simplefilter("ignore")  # its functional optimizers are deprecated
                 ddp._register_fused_optim(torch.optim.AdamW, 1e-4, **{kind: True})  # noqa: SLF001 - the other side
             return
-        self._optimizer = optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4, **{kind: True})  # type: ignore[arg-type]
-        state, hook = QuantizedAllreduceState(), quantized_allreduce_hook
+        self._optimizer = optimizer = make_optimizer(kind, ddp)
         if name == HOOKED:
             ddp.register_comm_hook(None, allreduce_hook)
-        if name == QUANTIZED:
-            ddp.register_comm_hook(state, hook)
-        if name in (OURS, RELEASED):
-            self.handle = overlap_optimizer(ddp, optimizer, release_gradients=name == RELEASED)
-        if name == BOTH:
-            self.handle = overlap_optimizer(ddp, optimizer, comm_hook=hook, comm_state=state)
+        elif name in (HALVED, QUANTIZED):
+            ddp.register_comm_hook(*hook_of(name))
+        elif name != ORDINARY:
+            state, hook = hook_of(name)
+            released = name == RELEASED
+            self.handle = overlap_optimizer(
+                ddp, optimizer, comm_hook=hook, comm_state=state, release_gradients=released
+            )
 
     def __call__(self) -> Seconds:
         """Make a step; return the optimizer's own part of the ordinary loop."""
@@ -131,13 +144,29 @@ class Side:
         return Seconds({STEP: time.perf_counter() - averaged} if self._name == ORDINARY else {})
 
 
+def hook_of(side: str) -> tuple[Any, Any]:
+    """Return the state and the hook of a side: with both ``None`` the overlap averages as DDP does."""
+    if side in (HALVED, HALVED_OURS):
+        return None, fp16_compress_hook
+    if side in (QUANTIZED, QUANTIZED_OURS):
+        return QuantizedAllreduceState(), quantized_allreduce_hook
+    return None, None
+
+
+def make_optimizer(kind: str, ddp: nn.Module) -> torch.optim.Optimizer:
+    """Return AdamW of a kind, or SGD with momentum."""
+    if kind == "sgd":
+        return torch.optim.SGD(ddp.parameters(), lr=1e-4, momentum=0.9, foreach=True)
+    return torch.optim.AdamW(ddp.parameters(), lr=1e-4, **{kind: True})  # type: ignore[arg-type]
+
+
 def measure(
-    rank: int, names: Sequence[str], model: str, kind: str, rows: int, repeats: int
+    rank: int, names: Sequence[str], model: str, kind: str, rows: int, bucket_mb: float, repeats: int
 ) -> tuple[int, dict[str, list[float]]]:
     """Return the number of buckets and the seconds of every step of every side."""
     memory.keep_freed_memory()
     batch = make_batch(model, rows, seed=rank)
-    sides = {name: Side(name, model, kind, batch) for name in names}
+    sides = {name: Side(name, model, kind, batch, bucket_mb) for name in names}
     seconds = in_turns(sides, repeats, warm_up=3)  # DDP rebuilds its buckets, and memory is allocated
     overlapped = next(side.handle for side in sides.values() if side.handle is not None)
     return overlapped.wait().buckets, seconds
@@ -156,7 +185,7 @@ def summarize(ranks: Sequence[tuple[int, dict[str, list[float]]]]) -> dict[str, 
         sides[name] |= {"saved_ms": saved["median"], "saved_quartiles_ms": saved["quartiles"]}
         sides[name]["share_of"] = {
             base: round(statistics.median(in_pairs(own, times[base])), 3)
-            for base in (ORDINARY, HOOKED, PYTORCH, QUANTIZED)
+            for base in {ORDINARY, HOOKED, PYTORCH, WITH_SAME_HOOK.get(name, ORDINARY)}
             if base in times
         }
         if QUANTIZED not in times:  # otherwise most of the saved time is not a step
@@ -166,7 +195,8 @@ def summarize(ranks: Sequence[tuple[int, dict[str, list[float]]]]) -> dict[str, 
 
 def time_case(where: str, model: str, kind: str, rows: int, repeats: int) -> dict[str, Any]:
     """Return the summary of a model and a kind of step, on loopback or on two emulated hosts."""
-    arguments = (SIDES[where], model, kind, rows, repeats)
+    bucket_mb = MEBIBYTES[model] / BUCKETS[model]  # so many buckets, or one more, from the second step on
+    arguments = (SIDES, model, kind, rows, bucket_mb, repeats)
     return summarize(on_ranks(measure, 2, *arguments, rate=RATES[where], timeout=900))
 
 
@@ -182,6 +212,22 @@ def whole_steps(where: str, options: Namespace) -> Iterator[Found]:
                     if "share_of" in side:
                         print(f"  {name:<24}in turns {side['share_of']}, efficiency {side.get('efficiency')}")
                 yield (where, "cases", case), found
+
+
+def hooks(options: Namespace) -> Iterator[Found]:
+    """Measure the ordinary and the overlapped loop with the same hook each."""
+    names = (ORDINARY, *(side for pair in WITH_SAME_HOOK.items() for side in reversed(pair)))
+    for (rate, ranks), cases in HOOK_CASES.items():
+        where = "loopback" if rate is None else f"{ranks} hosts, {rate}"
+        repeats = max(2, options.repeats // (1 if rate is None else 2 if rate == "1gbit" else 3))
+        for model, kind, bucket_mb in [case for case in cases if case[0] in options.models]:
+            arguments = (names, model, kind, 8, float(bucket_mb), repeats)
+            found = summarize(on_ranks(measure, ranks, *arguments, rate=rate, timeout=900))
+            case = f"{where}, {model}, {kind}, buckets of {bucket_mb} MiB"
+            shares = [found["sides"][name]["share_of"][base] for name, base in WITH_SAME_HOOK.items()]
+            print_times(f"{case}, load {load()}", found["sides"])
+            print(f"  in turns, of the ordinary loop with the same hook: {shares}", flush=True)
+            yield ("hooks", case), found
 
 
 def launch_ways(kind: str, count: int, size: int) -> dict[str, Callable[[], None]]:
@@ -247,7 +293,8 @@ def main() -> None:
     add("--models", nargs="+", default=list(BUCKETS), choices=list(BUCKETS))
     add("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     add("--batches", type=int, nargs="+", help="rows; default: 8, and for stacks on loopback also 64")
-    benchmark.run({**{where: partial(whole_steps, where) for where in CASES}, "launch": launch}, draw=draw)
+    parts = {where: partial(whole_steps, where) for where in CASES}
+    benchmark.run({**parts, "hooks": hooks, "launch": launch}, draw=draw)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ class Failing(torch.optim.SGD):
         for group in self.param_groups:
             if any(parameter is self.victim for parameter in group["params"]):
                 time.sleep(self.seconds)
-                raise self.error
+                raise type(self.error)(*self.error.args)  # a class would keep an error's frames
         return super().step(closure)
 
 

@@ -88,7 +88,6 @@ MODES = {
     "one bucket": {"bucket_cap_mb": 25},
     "no step() in the loop": {"call_step": False, "schedule": True},
     "schedule and resume": {"schedule": True, "steps": 6, "resume_at": 3},
-    "check": {"options": {"check": True}},
 }
 OF_OPTIMIZERS = {**_UNUSED, "accumulate": 2, "schedule": True, "resume_at": 2}
 """How every optimizer is run."""

@@ -637,7 +637,7 @@ class ReplacesLater(Steps):
 @cases({"option": ("option 'lr'",), "attribute": ("attribute 'calls'",)})
 def check_what_is_set_later(late):
     """What buckets set differently, or in attributes, would be lost: an error."""
-    options = {"steps_per_parameter": True, "check": True}  # with check=True each bucket is stepped by itself
+    options = {"steps_per_parameter": True, "release_gradients": True}  # each bucket is stepped by itself
     ddp, optimizer, handle = start(
         lambda ddp: ReplacesLater(ddp.parameters()), options=options, bucket_cap_mb=0.02
     )

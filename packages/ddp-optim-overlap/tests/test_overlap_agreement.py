@@ -6,7 +6,6 @@ Different hooks, optimizers and policies, and one overlap alone, are in integrat
 import contextlib
 
 import pytest
-import torch
 import torch.distributed as dist
 from overlap_runs import (
     assert_same,
@@ -22,17 +21,8 @@ from overlap_runs import (
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook as torchs_hook
 
 from ddp_compress_hooks import CompressState, fp16_compress_hook
-from ddp_optim_overlap import ConfigError, OverlapError, PerBucketNorm, PreviousStepNorm, overlap_optimizer
+from ddp_optim_overlap import ByValue, ConfigError, OverlapError, overlap_optimizer
 from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
-
-
-def check_the_kind_of_a_resumed_norm_is_no_difference():
-    """It lies on each rank's own device: it may be a tensor or a number."""
-    runs = []
-    for previous in (7.5, 7.5 if dist.get_rank() else torch.tensor(7.5)):
-        ddp, optimizer, _ = start(sgd, options={"clip": PreviousStepNorm(1.0, previous=previous)})
-        runs.append(train_on(ddp, optimizer, batches(2)))
-    assert_same(*runs)
 
 
 def check_a_hook_that_averages_over_other_ranks():
@@ -79,19 +69,14 @@ def check_a_pause_on_one_rank_only(options):
             assert_same(tensor, first)
 
 
-NORMS = {
-    "limit, bucket": (PerBucketNorm(1.0), PerBucketNorm(2.0), "max_norm is 1.0 on ranks 0, 2, 2.0 on rank 1"),
-    "limit, previous step": (PreviousStepNorm(1.0), PreviousStepNorm(2.0), "max_norm is 1.0 on ranks 0, 2"),
-    "resumed": (
-        PreviousStepNorm(1.0),
-        PreviousStepNorm(1.0, previous=torch.tensor(7.5)),
-        "previous is None on ranks 0, 2, 7.5 on rank 1",
-    ),
+LIMITS = {
+    "limit": (ByValue(1.0), ByValue(2.0), "max_value is 1.0 on ranks 0, 2, 2.0 on rank 1"),
+    "policy": (None, ByValue(2.0), "clip is 'NoneType' on ranks 0, 2, 'ByValue' on rank 1"),
 }
 
 
-@cases(NORMS if GROUPS_END_WITHOUT_GIL else {})
-def check_limits_of_norms(most, odd, words):
+@cases(LIMITS if GROUPS_END_WITHOUT_GIL else {})
+def check_limits(most, odd, words):
     ddp, optimizer, handle = start(sgd, options={"clip": odd if dist.get_rank() == 1 else most})
     before = snapshot(ddp)
     with pytest.raises(RuntimeError, match=words):

@@ -67,6 +67,25 @@ def check_calls_of_step(*, overlapped):
 
 
 @as_ordinary
+def check_two_models_of_a_gan(*, overlapped):
+    """In the usual order: what the generator's loss adds to used gradients is zeroed before they are used."""
+    torch.manual_seed(0)
+    generator, generator_optimizer, _ = start(adamw, overlapped=overlapped, net=torch.nn.Linear(4, 8))
+    critic, critic_optimizer, handle = start(adamw, overlapped=overlapped, net=torch.nn.Linear(8, 1))
+    for step in range(3):
+        noise = torch.full((2, 4), 1.0 + step + dist.get_rank())
+        critic.zero_grad()
+        made = generator(noise)
+        critic(torch.cat([made.detach(), torch.ones(2, 8)])).square().sum().backward()
+        critic_optimizer.step()
+        generator.zero_grad()
+        with paused(handle):
+            critic(made).square().sum().backward()
+        generator_optimizer.step()
+    return ends(generator, generator_optimizer), ends(critic, critic_optimizer)
+
+
+@as_ordinary
 def check_pause_and_remove(*, overlapped):
     ddp, optimizer, handle = start(overlapped=overlapped)
     first, second, third, fourth, fifth = batches(5)

@@ -30,9 +30,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_optim_overlap import (
+    ByValue,
+    ClipPolicy,
     ConfigError,
-    PerBucketNorm,
-    PreviousStepNorm,
     overlap_optimizer,
 )
 from dist_utils.testing import patience, run_ranks
@@ -109,8 +109,7 @@ class Late:
 
 @cases(
     {
-        "previous norm": (lambda: {"clip": PreviousStepNorm(0.02)},),
-        "check": (lambda: {"check": True},),
+        "clipped": (lambda: {"clip": ByValue(0.01)},),
         "unused": (lambda: {"unused": "step"},),
         "fp16": (lambda: {"comm_hook": fp16_compress_hook},),
         "two buckets late": (lambda: {"comm_hook": Late(2)},),
@@ -156,6 +155,13 @@ class WithEmpty(torch.nn.Sequential):
         return super().forward(x) + self.empty.sum()
 
 
+class ByNorm(ClipPolicy):
+    """Depends on all gradients of a bucket."""
+
+    def clip(self, parameters):
+        torch.nn.utils.clip_grad_norm_(parameters, 0.02)
+
+
 @cases({"kept": ({}, [4]), "released": (RELEASED, [3, 1])})
 def check_large_buckets_in_parts(options, sizes):
     """A part is freed before the next one is stepped, and clipping still applies to the whole bucket."""
@@ -167,7 +173,7 @@ def check_large_buckets_in_parts(options, sizes):
             lambda ddp: Counts(ddp.parameters(), lr=0.01),
             net=net,
             bucket_cap_mb=25,
-            options={"clip": PerBucketNorm(0.02), "steps_per_parameter": True, **overlap},
+            options={"clip": ByNorm(), "steps_per_parameter": True, **overlap},
         )
         SIZES.clear()
         backward(ddp, torch.ones(1, 2048))  # one bucket of 48 MiB, before DDP rebuilds its buckets

@@ -1,6 +1,6 @@
 """Any torch optimizer, stepped bucket by bucket inside DistributedDataParallel's backward pass."""
 
-from ddp_optim_overlap.clipping import ByValue, ClipPolicy, PerBucketNorm, PreviousStepNorm
+from ddp_optim_overlap.clipping import ByValue, ClipPolicy
 from ddp_optim_overlap.drop_ins import (
     FunctionalOptimizer,
     OptimizerHookState,
@@ -15,7 +15,6 @@ from ddp_optim_overlap.errors import (
     StepError,
     UnsupportedGradientError,
     UnsupportedOptimizerError,
-    WeightReuseError,
 )
 from ddp_optim_overlap.in_backward import (
     apply_optim_in_backward_hook,
@@ -36,13 +35,10 @@ __all__ = [
     "OptimizerHookState",
     "OverlapError",
     "OverlapHandle",
-    "PerBucketNorm",
-    "PreviousStepNorm",
     "StepError",
     "StepReport",
     "UnsupportedGradientError",
     "UnsupportedOptimizerError",
-    "WeightReuseError",
     "apply_optim_in_backward_hook",
     "apply_optimizer_in_backward",
     "declare_steps_per_parameter",
@@ -52,4 +48,4 @@ __all__ = [
     "register_fused_optim",
 ]
 
-__version__ = "1.0.4"
+__version__ = "2.0.0"

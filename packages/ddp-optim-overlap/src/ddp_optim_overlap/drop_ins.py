@@ -97,14 +97,14 @@ class _StepFunctions(Stepper):
                 self._stepped.append(parameter)
 
     def finish(self, gradients: GradientWatch) -> None:
-        gradients.take_as_used(self._stepped, gradient_marks(self._stepped))
+        gradients.mark_as_used(self._stepped, gradient_marks(self._stepped))
         self._stepped = []
 
 
 class EngineAtFirstBucket:
     """Takes buckets for an engine that is made with the first one, unless started earlier.
 
-    Its :meth:`take` is a communication hook, for one model.
+    Its :meth:`hook` is a communication hook, for one model.
 
     Args:
         stepper: What the engine steps with.
@@ -152,9 +152,9 @@ class EngineAtFirstBucket:
         self._engine = engine
         return engine
 
-    def take(self, hook_state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(self, hook_state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Act as the communication hook for one bucket."""
-        return self.start(hook_state).take(bucket)
+        return self.start(hook_state).hook(bucket)
 
 
 def _group_of(hook_state: Any) -> dist.ProcessGroup:
@@ -180,7 +180,7 @@ def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> 
 
     Raises:
         TypeError: ``hook`` is not callable, or ``optimizer_state`` is not an :class:`OptimizerHookState`.
-        RuntimeError: In ``backward()``, with the text of what :func:`overlap_optimizer` raises.
+        OverlapError: In ``backward()``, as with :func:`overlap_optimizer`.
 
     Cost:
         The same as for :func:`overlap_optimizer`.
@@ -201,7 +201,7 @@ def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> 
             f"optimizer_state must be an OptimizerHookState, got {type(optimizer_state).__name__}"
         )
 
-    return EngineAtFirstBucket(optimizer_state.stepper, hook, skips_unused=False).take
+    return EngineAtFirstBucket(optimizer_state.stepper, hook, skips_unused=False).hook
 
 
 def register_fused_optim(

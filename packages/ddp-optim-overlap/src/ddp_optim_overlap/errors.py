@@ -50,10 +50,6 @@ class DoubleBackwardError(OverlapError):
     """A backward pass adds to gradients that a step has already used."""
 
 
-class WeightReuseError(OverlapError):
-    """The backward pass reads a parameter that it has already stepped."""
-
-
 def kind_of_failure(error: Exception) -> type[ConfigError | CommunicationError]:
     """Return the type for an error of the communication: the program is wrong if all came and differ."""
     differ = isinstance(error, AgreementError) and not error.missing

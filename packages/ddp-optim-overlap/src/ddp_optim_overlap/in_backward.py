@@ -70,8 +70,8 @@ def apply_optimizer_in_backward(
         UnsupportedOptimizerError: The optimizer's step needs a closure.
         ConfigError: A parameter is frozen or not a leaf, and ``register_hook`` is true; nothing is registered
             then. Also in the model's forward pass, if the model has another communication hook, or options
-            with which buckets come too late or not at all.
-        RuntimeError: In ``backward()``, if a parameter was frozen when DDP was made.
+            with which buckets come too late or not at all; and in ``backward()``, if a parameter was frozen
+            when DDP was made.
 
     Cost:
         One optimizer object per parameter; see the README for the time of their steps. Prefer
@@ -140,7 +140,7 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
         ``None`` for WORLD. A parameter that no rank has used is left alone.
 
     Raises:
-        RuntimeError: In ``backward()``, with the text of what :func:`overlap_optimizer` raises.
+        OverlapError: In ``backward()``, as with :func:`overlap_optimizer`.
 
     Cost:
         The same as for :func:`overlap_optimizer`, with one optimizer object per parameter.
@@ -153,7 +153,7 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
         >>> ddp.register_comm_hook(None, apply_optim_in_backward_hook(False))  # doctest: +SKIP
     """
     del gradient_is_bucket_view
-    return EngineAtFirstBucket(_OwnOptimizers(), None, skips_unused=True).take
+    return EngineAtFirstBucket(_OwnOptimizers(), None, skips_unused=True).hook
 
 
 class _OwnOptimizers(Stepper):

@@ -18,11 +18,11 @@ from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.optimizers.partial_steps import parameters_of
 from ddp_optim_overlap.passes.gradient_watch import tensor_versions
 from dist_utils import resolve_group
+from dist_utils.comm_hooks import none_means_world
 from dist_utils.process_groups import group_of_model
 from dist_utils.torch_compat import GradBucket, private
 
 _FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
-_HOOKS_WHOSE_NONE_IS_WORLD = ("ddp_compress_hooks.", "ddp_quant_hooks.", "torch.distributed.algorithms.")
 
 
 def inner_ddp(model: object) -> DistributedDataParallel:
@@ -129,8 +129,7 @@ def require_group(ddp: DistributedDataParallel, comm_hook: object, comm_state: o
     group: object = comm_state
     if comm_state is not None and not isinstance(comm_state, (dist.ProcessGroup, DeviceMesh)):
         group = getattr(comm_state, "process_group", comm_state)
-    known = str(getattr(comm_hook, "__module__", "")).startswith(_HOOKS_WHOSE_NONE_IS_WORLD)
-    if isinstance(group, DeviceMesh) or (group is None and known):
+    if isinstance(group, DeviceMesh) or (group is None and none_means_world(comm_hook)):
         group = resolve_group(group)
     if not isinstance(group, dist.ProcessGroup):
         return  # somebody else's hook, which may determine its ranks by itself

@@ -31,7 +31,6 @@ from ddp_optim_overlap.model import (
 from ddp_optim_overlap.optimizers.admission import require_plain_step, require_step_per_parameter
 from ddp_optim_overlap.passes.averaging import plain_average
 from ddp_optim_overlap.passes.engine import Engine
-from ddp_optim_overlap.passes.phase import Phase
 from ddp_optim_overlap.passes.release import GradientRelease
 from ddp_optim_overlap.report import StepReport
 from dist_utils.comm_hooks import BucketWatch, CommHook
@@ -77,7 +76,7 @@ class OverlapHandle:
             What was stepped, and how much of the time was hidden.
 
         Raises:
-            OverlapError: The first error, of its own type; ``backward()`` raises it as ``RuntimeError``.
+            OverlapError: The first error, which ``backward()`` may have raised before.
             ConfigError: A backward pass is running, around this call or in another thread; it continues.
             TimeoutError: A peer has not finished.
         """
@@ -89,14 +88,19 @@ class OverlapHandle:
     def pause(self) -> Iterator[None]:
         """Make backward passes only average; ``optimizer.step()`` is then an ordinary step, without ``clip``.
 
-        Use it on every rank: for evaluation with gradients, and for accumulation without ``no_sync()``.
+        Use it on every rank: for evaluation with gradients, and for accumulation without ``no_sync()``. As in
+        the ordinary loop, a pass may add to gradients that a step has used, once ``step()`` was called for
+        that.
         """
-        before, self._engine.paused = self._engine.paused, True
-        self._watch.paused = True
+        gradients = self._engine.gradients
+        before, added = self._engine.paused, gradients.may_be_added_to
+        gradients.may_be_added_to = not self._calls.expects_a_call()
+        self._watch.paused = self._engine.paused = True
         try:
             yield
         finally:
             self._watch.paused = self._engine.paused = before
+            gradients.may_be_added_to = added
 
     def remove(self) -> None:
         """End the overlap: the hook still averages, and the ordinary loop steps.
@@ -144,7 +148,7 @@ def overlapped_step_hook(state: _HookSlot, bucket: GradBucket) -> torch.futures.
     if state.engine is None:
         raise ConfigError("a copied hook has no engine: call overlap_optimizer() for this model")
     state.watch.bucket_came()
-    return state.engine.take(bucket)
+    return state.engine.hook(bucket)
 
 
 def overlap_optimizer(
@@ -156,7 +160,6 @@ def overlap_optimizer(
     steps_per_parameter: bool = False,
     clip: ClipPolicy | None = None,
     unused: Literal["skip", "step"] = "skip",
-    check: bool = False,
     release_gradients: bool = False,
 ) -> OverlapHandle:
     """Step an optimizer bucket by bucket inside ``backward()``, bitwise equal to an ordinary loop.
@@ -165,12 +168,14 @@ def overlap_optimizer(
     millisecond. You may remove it, but it raises errors with their type and notices gradients that were
     changed too late.
 
-    Errors inside ``backward()`` are raised there as ``RuntimeError`` with their text, and by
-    ``optimizer.step()`` and ``handle.wait()`` with their type and a report of what was stepped:
-    :class:`CommunicationError`, :class:`StepError`. A second backward pass that adds to used gradients raises
-    :class:`DoubleBackwardError` at once. If only one rank's step fails, the others raise in
-    ``handle.wait()``, or in the next ``backward()`` before anything is averaged. An error is raised again by
-    every later call, until ``handle.remove()``.
+    On CPUs the thread of ``backward()`` steps at its end, where it would only wait for the last averages; on
+    accelerators each step is enqueued behind its average.
+
+    ``backward()`` raises errors with a report of what was stepped: :class:`CommunicationError`,
+    :class:`StepError`. A second backward pass that adds to used gradients raises :class:`DoubleBackwardError`
+    at once. If only one rank's step fails, the others raise in ``handle.wait()``, or in the next
+    ``backward()`` before anything is averaged. An error is raised again by every later call, also by
+    ``optimizer.step()``, until ``handle.remove()``.
 
     Args:
         ddp: A model without a communication hook, on every rank. Also a module that was given to
@@ -192,8 +197,6 @@ def overlap_optimizer(
             ``static_graph``): ``"skip"`` leaves it alone, as the ordinary loop does. ``"step"`` steps it
             with a zero gradient, so that momentum and weight decay move it, and saves a small
             all-reduce per bucket.
-        check: Raise :class:`WeightReuseError` if a checkpointed block reads a parameter after its step.
-            For debugging; costs a little for every parameter.
         release_gradients: Free a bucket's gradients as soon as it is stepped, until the next pass needs the
             memory. Only if the optimizers have all trained parameters of the model. After ``backward()``
             every ``.grad`` is ``None``, as after ``zero_grad()``. Where memory cannot be freed page by page
@@ -213,9 +216,9 @@ def overlap_optimizer(
             communication; ``backward()`` and ``optimizer.step()`` raise a ConfigError for later problems.
 
     Cost:
-        One thread and one private process group, made by the first backward pass. No memory besides the
-        optimizer's own. One all-reduce of five numbers per step; if parameters may be unused, one of a value
-        per parameter for every bucket. With ``release_gradients``, from the second pass on, four buckets of
+        One private process group, with a thread that sleeps until the end, made by the first backward pass.
+        No memory besides the optimizer's own. One all-reduce of five numbers per step, and one of a value per
+        parameter if some may be unused. With ``release_gradients``, from the second pass on, four buckets of
         gradients exist at a time instead of all; ``backward()`` waits when it gets further ahead, and every
         pass allocates new memory.
 
@@ -257,7 +260,6 @@ def overlap_optimizer(
         ddp.process_group if comm_hook is None else comm_state,
         model=ddp,
         skips_unused=unused == "skip",
-        check=check,
         release=GradientRelease(ddp, overlapped.parts) if release_gradients else None,
         passes=0 if slot is None or slot.engine is None else slot.engine.passes,
     )
@@ -296,7 +298,7 @@ def _own_slot(ddp: DistributedDataParallel) -> _HookSlot | None:
             raise another_hook(hook)
         if state.engine is None:
             continue
-        if state.engine.state.phase is not Phase.REMOVED:
+        if not state.engine.is_removed:
             raise ConfigError("this model already has an overlapped optimizer: remove() that one first")
         return state
     return None

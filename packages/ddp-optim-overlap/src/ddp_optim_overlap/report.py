@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 
 @dataclass(frozen=True)
 class StepReport:
@@ -20,7 +18,6 @@ class StepReport:
         seconds: The time that the steps took, on this rank's host.
         seconds_hidden: At least this part of them ended while a later average was still awaited. Zero
             on an accelerator, where the host does not know.
-        norm: The norm of the averaged gradients before clipping, if the clip policy computes it.
     """
 
     number: int = 0
@@ -29,7 +26,6 @@ class StepReport:
     partial: tuple[int, ...] = ()
     seconds: float = 0.0
     seconds_hidden: float = 0.0
-    norm: torch.Tensor | None = None
 
     @property
     def hidden_ratio(self) -> float | None:
@@ -39,14 +35,13 @@ class StepReport:
     def as_dict(self) -> dict[str, int | float]:
         """Return attributes and properties by name, as plain numbers; for lists of indices, their lengths.
 
-        Values that are ``None`` are left out. Waits for an accelerator if there is a norm.
+        Values that are ``None`` are left out.
         """
         values = {
             **vars(self),
             "stepped": len(self.stepped),
             "partial": len(self.partial),
             "hidden_ratio": self.hidden_ratio,
-            "norm": None if self.norm is None else float(self.norm),
         }
         return {name: value for name, value in values.items() if value is not None}
 

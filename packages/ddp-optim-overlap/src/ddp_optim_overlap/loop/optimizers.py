@@ -60,13 +60,6 @@ class OverlappedOptimizers(Stepper):
     def attach(self, engine: Engine) -> None:
         """Begin an overlap, whose passes this engine runs; raises if something belongs to another one."""
         self.calls.attach(engine)
-        if self._clip is not None:
-            self._clip.attach(self)
-
-    @property
-    def norm(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The norm of the last step's gradients, before clipping."""
-        return None if self._clip is None else self._clip.norm
 
     def terms(self) -> dict[str, object]:
         """Return the settings that must be identical on all ranks; option values may differ, as in DDP."""
@@ -85,8 +78,6 @@ class OverlappedOptimizers(Stepper):
                 if is_reviewed(one):
                     require_step_per_parameter(one, declared=False, sparse=self._sparse)
         self._require_no_pre_hooks()
-        if self._clip is not None:
-            self._clip.begin()
 
     def require_averaged(self, averaged: Collection[torch.Tensor]) -> None:
         """Raise if a parameter would have to be stepped that DDP does not average."""
@@ -104,11 +95,6 @@ class OverlappedOptimizers(Stepper):
                     "model's or was frozen when DDP was made: it would never be stepped. Give it an "
                     "optimizer of its own, which the loop steps, or make a new DDP model"
                 )
-
-    def join(self) -> None:
-        """Check that this rank may leave out a step of the others."""
-        if self._clip is not None:
-            self._clip.join()
 
     def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
         """Clip those of a bucket's gradients that the optimizers step with."""
@@ -133,17 +119,15 @@ class OverlappedOptimizers(Stepper):
         for optimizer in stepped:
             mark_stepped(optimizer)
         self.calls.finish(stepped)
-        gradients.take_as_used(
+        gradients.mark_as_used(
             [parameter for inputs in stepped.values() for parameter in inputs.parameters],
             [mark for inputs in stepped.values() for mark in inputs.marks],
         )
 
-    def remove(self, gradients: GradientWatch, *, failed: bool) -> None:
+    def remove(self, gradients: GradientWatch) -> None:
         """End the overlap. A ``step()`` that is still to come asks which gradients have come."""
         del gradients
         self.calls.remove()
-        if self._clip is not None:
-            self._clip.release(self, failed=failed)
 
     def _require_no_pre_hooks(self) -> None:
         for optimizer in self._optimizers:

@@ -17,7 +17,6 @@ from ddp_optim_overlap.loop.step_inputs import Comparison, StepInputs
 from ddp_optim_overlap.optimizers.step_hooks import step_post_hooks, step_pre_hooks
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.passes.gradient_watch import is_capturing
-from ddp_optim_overlap.passes.phase import Phase
 
 
 class _Habit(Enum):
@@ -97,9 +96,7 @@ class StepCalls:
         engine = self._engine  # None: the overlap is still to begin, or has ended
         if engine is None:
             return False
-        if engine.state.phase is not Phase.REMOVED:
-            return True
-        return self._habit is not _Habit.LEAVES_OUT and any(map(self._is_pending, self._optimizers))
+        return not engine.is_removed or self.expects_a_call()
 
     def remove(self) -> None:
         """Restore ``optimizer.step()``, unless the call for a pass that has stepped is still to come."""
@@ -167,7 +164,8 @@ class StepCalls:
         """
         loss, closure = None, call.arguments.get("closure")
         if callable(closure) and self._is_first_to_run_closure():
-            loss = self._run(closure)
+            with torch.enable_grad():
+                loss = closure()
             closure, call.arguments["closure"] = None, lambda: loss
         engine = self._engine  # the closure may have made it
         if engine is None:
@@ -183,7 +181,7 @@ class StepCalls:
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise the first error, or raise if the step of a backward pass would be repeated."""
         if self._engine is not None:
-            self._engine.state.raise_error()
+            self._engine.raise_error()
         if self._is_pending(optimizer):
             raise ConfigError(
                 f"the last backward pass has stepped {type(optimizer).__name__}, and its class's step() was "
@@ -191,37 +189,32 @@ class StepCalls:
                 "overlap_optimizer, which replaces it"
             )
 
+    def expects_a_call(self) -> bool:
+        """Return whether the loop may still call ``step()`` for the last pass that has stepped."""
+        return self._habit is not _Habit.LEAVES_OUT and any(map(self._is_pending, self._optimizers))
+
     def _is_pending(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the next ``step()`` is for the last pass, and no gradient has come since that."""
         engine = self._engine
         if engine is None or optimizer not in self._pending:
             return False
-        return engine.state.phase in (Phase.IDLE, Phase.REMOVED) and engine.gradients.none_since_step
+        return engine.is_idle and engine.gradients.none_since_step
 
     def _is_first_to_run_closure(self) -> bool:
         """Whether a closure runs before any step, because its backward pass may be the one that steps."""
         engine = self._engine
         if engine is None:
             return bool(self._replacements)  # the closure may make it
-        if engine.paused or engine.state.phase is Phase.REMOVED:
+        if engine.paused or engine.is_removed:
             return False
         engine.require_outside_pass()
         self._refuse_late_call()
         self._habit = _Habit.CALLS
         return True
 
-    def _run(self, closure: Callable[[], Any]) -> Any:
-        try:
-            with torch.enable_grad():
-                return closure()
-        except RuntimeError:  # backward() raises its errors as RuntimeError
-            if self._engine is not None:
-                self._engine.state.raise_error()
-            raise
-
     def _settle(self, engine: Engine, optimizer: torch.optim.Optimizer, arguments: Mapping[str, Any]) -> None:
         """Match a call of ``step()`` with the step of the last pass; raise if they do not fit."""
-        removed = engine.state.phase is Phase.REMOVED  # then what was left out no longer matters
+        removed = engine.is_removed  # then what was left out no longer matters
         _refuse_arguments(arguments)
         if not removed:
             self._refuse_late_call()
@@ -267,7 +260,7 @@ class StepCalls:
             raise self._failure(error)
         self._pending.clear()
         self._habit = _Habit.LEAVES_OUT
-        if engine.state.phase is Phase.REMOVED:
+        if engine.is_removed:
             self.restore()
 
     def _left_out_call(self) -> ConfigError | None:
@@ -303,7 +296,7 @@ class StepCalls:
 
     def _failure(self, error: ConfigError) -> OverlapError:
         """Return the error to raise: it ends the overlap, unless an earlier one has, or it was removed."""
-        return error if self._engine is None else self._engine.state.fail(error)
+        return error if self._engine is None else self._engine.fail(error)
 
 
 _SAMPLED = "gradients or parameters were changed (clipped, unscaled, ...)"

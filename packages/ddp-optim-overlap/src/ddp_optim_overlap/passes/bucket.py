@@ -1,4 +1,4 @@
-"""One bucket: its gradients, the average that it waits for, and the future that DDP waits for."""
+"""One bucket: its averaged gradients, the average that it waits for, and the future that DDP waits for."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ddp_optim_overlap.errors import ConfigError
-from ddp_optim_overlap.passes.averaging import numbers_on, start_all_reduce
-from dist_utils.process_groups import record_use, runs_on_host
+from ddp_optim_overlap.errors import CommunicationError, ConfigError
+from dist_utils.process_groups import error_text, record_use
 from dist_utils.torch_compat import GradBucket
 
 
@@ -28,59 +25,47 @@ class Bucket:
         gradients: The views that will hold its averaged gradients.
         average: The future that the communication hook returned.
         used: Which of its parameters got a gradient, first on this rank, then on any rank; ``None`` if all.
+        done: What DDP waits for, if the bucket is stepped after its hook has returned.
     """
 
     index: int
     gradients: BucketGradients
     average: torch.futures.Future[Any]
     used: list[bool] | None = None
-    _used_anywhere: tuple[torch.Tensor, dist.Work] | None = None
-    _once: threading.Lock = field(default_factory=threading.Lock)
-    """Whoever takes it completes the future; it is never released."""
-    _done: torch.futures.Future[None] = field(default_factory=torch.futures.Future)
-    _outcomes: list[torch.Tensor | Exception] = field(default_factory=list)
-    """Taken out by the future's callback, which must not hold the bucket: a cycle through C++."""
+    done: torch.futures.Future[torch.Tensor] = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        """The size of its gradients; sparse ones vary in size and count as enough for a step."""
-        buffer = self.gradients.buffer
-        return sys.maxsize if buffer.is_sparse else buffer.nbytes
+    def __post_init__(self) -> None:
+        device = self.gradients.buffer.device
+        self.done = torch.futures.Future(devices=None if device.type == "cpu" else [device])
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether it can be stepped without waiting for its average or for another rank."""
-        return self.used is None and self.average.done()
-
-    def share_used(self, used: list[bool], group: dist.ProcessGroup) -> None:
-        """Let the ranks know from each other which parameters of the bucket got a gradient.
-
-        What is enqueued on an accelerator starts now, as on the other ranks, whatever becomes of the step; on
-        CPUs it is part of the step's job.
+    def await_average(self, seconds: float | None = None) -> None:
+        """Wait until the average is in the bucket.
 
         Args:
-            used: Which got one on this rank.
-            group: The ranks.
+            seconds: How long at most; ``None``: as long as the communication hook takes.
+
+        Raises:
+            CommunicationError: The average has failed.
+            ConfigError: It is not a tensor of the bucket's size, or has not come in time.
         """
-        self.used = used
-        if not runs_on_host(group, self.gradients.buffer.device):
-            self._used_anywhere = self._start_sharing(used, group)
+        if seconds is not None and not self._comes_within(seconds):
+            raise ConfigError(
+                "a bucket was not averaged in time: if the communication hook waits for later buckets, leave "
+                "release_gradients out"
+            )
+        try:
+            average = self.average.wait()
+        except Exception as error:
+            text = f"bucket {self.index} was not averaged: {error_text(error)}"
+            raise CommunicationError(text) from error
+        self.gradients.write(average)
 
-    def await_used(self, group: dist.ProcessGroup) -> None:
-        """Wait until it is known which parameters any rank has used."""
-        if self.used is None:
-            return
+    def _comes_within(self, seconds: float) -> bool:
         if self.average.done():
-            self.average.value()  # raises if it failed: a rank that did not come will not come here
-        anywhere, work = self._used_anywhere or self._start_sharing(self.used, group)
-        work.wait()
-        record_use(anywhere)
-        if not all(self.used):  # reading it waits for the device, so only where the answer is open
-            self.used = [bool(value) for value in anywhere.tolist()]
-
-    def _start_sharing(self, used: list[bool], group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
-        anywhere = numbers_on(self.gradients.buffer.device, used)
-        return anywhere, start_all_reduce(anywhere, group, dist.ReduceOp.MAX)
+            return True
+        over = threading.Event()
+        self.average.add_done_callback(lambda _: over.set())
+        return over.wait(seconds)
 
     def averages(self) -> Sequence[torch.Tensor | None]:
         """Return what each parameter is stepped with."""
@@ -92,27 +77,6 @@ class Bucket:
             view if is_used else parameter.grad
             for parameter, view, is_used in zip(gradients.parameters, gradients.views, self.used, strict=True)
         ]
-
-    def future(self) -> torch.futures.Future[torch.Tensor]:
-        """Return the future for DDP, whose value DDP takes for the average."""
-        # Only an error raised in a callback reaches C++ waiters such as DDP's reducer.
-        return self._done.then(partial(_outcome, self._outcomes))
-
-    def end(self, outcome: torch.Tensor | Exception) -> None:
-        """Complete the future with the average or an error, unless it is complete."""
-        if self._once.acquire(blocking=False):
-            self._outcomes.append(outcome)
-            self._done.set_result(None)
-
-
-def _outcome(outcomes: list[torch.Tensor | Exception], _: torch.futures.Future[None]) -> torch.Tensor:
-    outcome = outcomes.pop()
-    if isinstance(outcome, torch.Tensor):
-        return outcome
-    try:
-        raise outcome
-    finally:
-        del outcome  # else its own frame would hold it
 
 
 class BucketGradients:
@@ -127,6 +91,11 @@ class BucketGradients:
         self.parameters: list[torch.Tensor] = bucket.parameters()
         self.buffer = bucket.buffer()
         self.views = [self.buffer] if self.buffer.is_sparse else _views(bucket, self.parameters)
+
+    @property
+    def nbytes(self) -> int:
+        """Their size; sparse ones vary in size and count as enough for a step."""
+        return sys.maxsize if self.buffer.is_sparse else self.buffer.nbytes
 
     def write(self, average: Any) -> None:
         """Copy the result of the hook's future into the bucket, unless it is there already.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,28 +13,34 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.errors import ConfigError, OverlapError, StepError, kind_of_failure
 from ddp_optim_overlap.model import may_leave_out, require_ddp_options, require_one_first_bucket
-from ddp_optim_overlap.passes.backward_pass import NAME, BackwardPass, PassKind, PassStage, Stepper
+from ddp_optim_overlap.passes.backward_pass import BackwardPass, PassState, Stepper
 from ddp_optim_overlap.passes.bucket import Bucket, KnownBuckets, average_of
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch
-from ddp_optim_overlap.passes.peers import Peers
-from ddp_optim_overlap.passes.phase import OverlapState, Phase
-from ddp_optim_overlap.passes.release import GradientRelease, ReleasedPass
-from ddp_optim_overlap.passes.weight_reuse import WeightWatch
+from ddp_optim_overlap.passes.peers import NAME, Peers
+from ddp_optim_overlap.passes.release import IN_FLIGHT, GradientRelease, ReleasedPass
 from ddp_optim_overlap.report import StepReport
 from dist_utils import AgreementError, OrderedWorker, require_same_terms
-from dist_utils.comm_hooks import CommHook, failed_future, is_pair
-from dist_utils.process_groups import error_text, same_error
+from dist_utils.comm_hooks import CommHook, completed_future, failed_future, is_pair
+from dist_utils.process_groups import error_text, runs_on_host, same_error
 from dist_utils.torch_compat import (
     GradBucket,
     after_backward,
     at_end_of_backward,
     graph_task_id,
     inside_backward,
+    inside_nested_backward,
+    private,
 )
 
 
 class Engine:
-    """Passes the buckets of backward passes on to be averaged, and then to be stepped.
+    """Passes the buckets of backward passes on to be averaged, and then steps them.
+
+    A communication hook does not know when its average will be there, but the thread of ``backward()`` waits
+    for all of them at its end. There, before DDP does, it waits for one after the other, and steps. On an
+    accelerator each step is enqueued by the hook, on a side stream behind the average.
+
+    The first error is kept, by the worker, and raised again by every later call until :meth:`remove`.
 
     Args:
         process_group: The process group whose ranks train together.
@@ -44,15 +50,14 @@ class Engine:
         model: The model, which is not kept alive; ``None`` if it is unknown.
         skips_unused: Whether a parameter that no rank has used is left alone. Where some may be unused, the
             ranks then share which parameters got a gradient.
-        check: Watch for stepped weights that the same backward pass reads.
         release: Frees the gradients of every bucket after its step.
         passes: How many backward passes earlier engines of the model have begun or refused.
 
     Attributes:
-        state: What the overlap is doing.
         gradients: Which gradients have come.
         paused: Whether passes only average.
         passes: How many backward passes were begun or refused, earlier engines' among them.
+        report: What the newest pass that steps has stepped, once it has ended or failed.
     """
 
     def __init__(
@@ -64,7 +69,6 @@ class Engine:
         *,
         model: DistributedDataParallel | None = None,
         skips_unused: bool = False,
-        check: bool = False,
         release: GradientRelease | None = None,
         passes: int = 0,
     ) -> None:
@@ -73,23 +77,79 @@ class Engine:
         self._known_buckets = KnownBuckets(parameters, self.gradients.watch)
         self._release = release
         self.paused = False
+        self.report = StepReport()
         self._stepper = stepper
         self._comm_hook, self._comm_state = comm_hook, comm_state
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self._skips_unused, self._shares_used = skips_unused, False
-        self._check = check
         worker = OrderedWorker(process_group, name=NAME, terms=self._terms)
         self._worker: OrderedWorker | None = worker
         self._peers = Peers(worker)
-        self.state = OverlapState(worker)
-        self._current = BackwardPass(PassKind.PAUSED, self.state, stepper)
-        self._current.end()  # there is none yet
+        self._current = BackwardPass(stepper, PassState.ENDED)  # there is none yet
         self._process_group, self._failed = process_group, False
         self.passes = passes
 
+    # ---- the first error, and the end of the overlap ----
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether :meth:`remove` was called."""
+        return self._worker is None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there was no error, and no pass runs that steps."""
+        return self.error is None and self._current.state is not PassState.STEPS
+
+    @property
+    def error(self) -> OverlapError | None:
+        """A copy of the first error, unless the overlap was removed; what failed before no longer counts.
+
+        A copy, because errors that are raised get frames, which hold the caller's model; and the model's
+        reducer, of which the garbage collector knows nothing, holds this engine.
+        """
+        error = None if self._worker is None else self._worker.error
+        if error is None or isinstance(error, OverlapError):
+            return error
+        failure = kind_of_failure(error)(str(error), self.report)
+        failure.__cause__ = error
+        return failure
+
+    def raise_error(self) -> None:
+        """Raise the first error, if there was one."""
+        if (error := self.error) is not None:
+            raise error
+
+    def fail(self, error: OverlapError) -> OverlapError:
+        """Keep an error as the first one, unless there was one before; return the first, to be raised.
+
+        The peers hear of it without a wait for any of them: the worker's private group ends. After
+        :meth:`remove` nothing is kept.
+        """
+        if self._worker is not None:
+            self._peers.fail(error)
+        return self.error or error
+
+    def remove(self) -> None:
+        """Stop stepping; only average from now on, if the model still exists."""
+        failed = self.error is not None
+        self._failed |= failed  # if called twice, too
+        self._stepper.remove(self.gradients)
+        if self._worker is not None:
+            self._worker.close()
+        self._worker = None
+        self._current.end()
+        if self._release is not None:
+            self._release.memory.restore()
+        self._known_buckets.forget()
+        if failed and self._model() is not None:  # else its parameters may be another model's now
+            self._known_buckets.drop_gradients()
+            self._current.await_averages()
+        self._current = BackwardPass(self._stepper, PassState.AVERAGES)
+
     # ---- one bucket ----
 
-    def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Act as the communication hook for one bucket."""
         if is_pair(bucket):
             raise ConfigError(
@@ -98,48 +158,52 @@ class Engine:
             )
         try:
             if bucket.index() == 0:
-                self._begin()
-            elif self._worker is not None:
+                self._begin(bucket.buffer().device)
+            elif self._worker is not None and self._current.state is not PassState.REFUSES:
                 self._current.require_next(bucket.index())
-            return self._take(self._current, bucket)
+            return self._average(self._current, bucket)
         except Exception as error:
-            failure = self._current.fail(_as_overlap_error(error))
-            self._current.kind = PassKind.REFUSED
+            if self.is_removed and not isinstance(error, OverlapError):
+                raise  # as without an overlap
+            self._fail(self._current, _as_overlap_error(error))
+            self._current.state = PassState.REFUSES
             if self._ddp_sends_last():  # to peers that may wait for this bucket
-                raise
+                _raise(self._current.pop_failure())
             # Raised here, it would leave DDP in the middle of a pass, and the model unusable.
-            return failed_future(same_error(failure), bucket.buffer())
+            return self._pass_on(self._current, bucket)
 
-    def _begin(self) -> None:
+    def _begin(self, device: torch.device) -> None:
         """Begin a backward pass; raises before any communication if it cannot be averaged and stepped."""
         self.passes += 1
-        if self.state.phase is Phase.RUNNING:
-            self._abandon(self._current)
-        self._current.end()
-        kind = self._kind_of_pass()
-        number = self.state.report.number + 1 if kind is PassKind.STEPS else 0
-        current = self._current = BackwardPass(kind, self.state, self._stepper, number)
+        self._abandon(self._current)
         worker, model = self._worker, self._model()
+        # Under join() a rank without data calls its hook outside of any backward pass: it takes part in the
+        # communication but does not step, as in the ordinary loop.
+        steps = not self.paused and worker is not None and inside_backward()
+        state, number = (PassState.STEPS, self.report.number + 1) if steps else (PassState.AVERAGES, 0)
+        self._current = current = BackwardPass(self._stepper, state, number)
         if worker is None:
             self._compare_after_error()
             return
         self._peers.wait()
-        self.state.raise_error()
+        self.raise_error()
         if model is not None:
             require_ddp_options(model)
             if not self._known_buckets.parameters:  # the graph may be made static until the first pass
                 require_one_first_bucket(model)
             self._shares_used = self._skips_unused and may_leave_out(model)
+        _require_agreement(lambda: worker.process_group)  # not destroyed
         _require_agreement(worker.agree)
-        try:
-            if kind is PassKind.STEPS:
-                self._begin_to_step(worker, current)
-            elif kind is PassKind.JOINED:
-                self._stepper.join()
-        except OverlapError:
-            raise
-        except Exception as error:  # noqa: BLE001 - a clip policy may raise anything
-            current.fail(_as_overlap_error(error))  # and is averaged, for peers that have begun to step
+        self._peers.connect(device)
+        if steps:
+            self._follow_graph_task(current)  # from here on, others ask whether the pass runs
+            self._stepper.begin()
+            averaged = self._known_buckets.parameters
+            if averaged:  # else this is the first pass, whose last bucket shows
+                self._stepper.require_averaged(averaged)
+            if self._release is not None:
+                self._release.require_possible(averaged)
+                current.released = ReleasedPass(self._release)
 
     def _compare_after_error(self) -> None:
         """Raise if ranks that have removed a failed overlap go on with different iterations."""
@@ -151,81 +215,48 @@ class Engine:
     def _progress(self) -> dict[str, object]:
         return {"backward passes of the model": self.passes}
 
-    def _kind_of_pass(self) -> PassKind:
-        if self.paused or self._worker is None:
-            return PassKind.PAUSED
-        # Under join() a rank without data calls its hook outside of any backward pass: it takes part in the
-        # communication but does not step, as in the ordinary loop.
-        return PassKind.STEPS if inside_backward() else PassKind.JOINED
-
-    def _begin_to_step(self, worker: OrderedWorker, current: BackwardPass) -> None:
-        self._follow_graph_task(worker, current)  # from here on, others ask whether the pass runs
-        self.state.begin()
-        self._stepper.begin()
-        averaged = self._known_buckets.parameters
-        if averaged:  # else this is the first pass, whose last bucket shows
-            self._stepper.require_averaged(averaged)
-        if self._release is not None:
-            self._release.require_possible(averaged)
-            current.released = ReleasedPass(self._release)
-        if self._check:
-            current.watch = WeightWatch()
-
-    def _take(self, current: BackwardPass, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if current.kind is PassKind.REFUSED and current.failure is not None:
-            return failed_future(same_error(current.failure), bucket.buffer())
-        if current.kind is PassKind.PAUSED:
-            self.gradients.take_as_new(bucket.parameters())
-        worker, last = self._worker, bucket.is_last()
-        if worker is None:
+    def _average(self, current: BackwardPass, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Have a bucket averaged and, if the pass steps, stepped; return the future for DDP."""
+        if current.state is PassState.REFUSES:
+            return self._pass_on(current, bucket)
+        if self.paused or self.is_removed:
+            self.gradients.mark_as_new(bucket.parameters())
+        if self._worker is None:
             return self._comm_hook(self._comm_state, bucket).then(partial(average_of, bucket.buffer()))
-        done = self._step(worker, current, bucket, last=last)
-        if last:
-            current.stage = PassStage.COMPLETE
+        self._follow_graph_task(current)
+        handed = self._start(current, bucket)
+        if bucket.is_last():
+            current.is_complete = True
             self.gradients.forget_arrivals()
             if self._ddp_drops_buffers():
                 self._known_buckets.forget()
-            failed = self.state.phase is Phase.FAILED
-            self._peers.meet(self.passes, current, bucket.buffer().device, failed=failed)
+        device = handed.gradients.buffer.device
+        if runs_on_host(self._process_group, device):
+            return self._step_later(current, handed, last=bucket.is_last())
+        done = self._step_behind_average(current, handed)
+        if bucket.is_last():
+            self._peers.meet(self.passes, current, device, paused=self.paused)
         return done
 
-    def _step(
-        self, worker: OrderedWorker, current: BackwardPass, bucket: GradBucket, *, last: bool
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Return a future that completes when a bucket is averaged and, if the pass steps, stepped."""
-        if current.kind is PassKind.STEPS:
-            self._follow_graph_task(worker, current)
-        current.buckets += 1
+    def _start(self, current: BackwardPass, bucket: GradBucket) -> Bucket:
+        """Start to average a bucket."""
         gradients = self._known_buckets.gradients(bucket)
-        if last:
+        if bucket.is_last():
             self._stepper.require_averaged(self._known_buckets.parameters)
-        used: list[bool] = []
+        used: list[bool] | None = None
         if self._shares_used or current.released is not None:
             used = [self.gradients.has_come(parameter) for parameter in gradients.parameters]
-        taken = Bucket(bucket.index(), gradients, self._start_average(bucket))
-        if self._shares_used:
-            taken.share_used(used, worker.process_group)
-        if current.failure is not None:
-            # But it is averaged: another rank may not know of the failure yet, and all must call the hook.
-            return failed_future(same_error(current.failure), bucket.buffer())
-        if current.released is None:
-            return current.take(worker, taken, last=last)
-        current.released.begin(gradients, used, last=last)
-        done = current.take(worker, taken, last=last)
-        if not current.released.limit_backward(done, gradients.buffer.device):
-            current.fail(  # and goes on: the hook may wait for later buckets
-                ConfigError(
-                    "a bucket was not averaged in time: if the communication hook waits for later buckets, "
-                    "leave release_gradients out"
-                )
-            )
-        return done
+        average = self._start_average(bucket)
+        current.count(average)
+        if current.released is not None:
+            current.released.begin(gradients, used or (), last=bucket.is_last())
+        return Bucket(bucket.index(), gradients, average, used if self._shares_used else None)
 
     def _start_average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         """Call the communication hook.
 
         Raises:
-            CommunicationError: It has failed. The pass steps no further.
+            CommunicationError: It has failed. The pass averages and steps no further.
             ConfigError: It has not returned a future, or ranks differ. Likewise.
         """
         try:
@@ -236,6 +267,87 @@ class Engine:
         if not callable(getattr(averaged, "then", None)):
             raise ConfigError(f"the communication hook must return a future, got {type(averaged).__name__}")
         return averaged
+
+    def _step_later(
+        self, current: BackwardPass, handed: Bucket, *, last: bool
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Let a bucket wait until the end of ``backward()``, or until too many wait if memory is freed."""
+        done = current.queue(handed)
+        if not last:
+            if self._release is not None:
+                self._step_waiting(current, leave=IN_FLIGHT)
+        elif _is_inside_node():
+            at_end_of_backward(partial(self._step_rest, current, handed.gradients.buffer.device))
+        else:  # DDP will not return to this thread: the first pass of a static graph, or join()
+            self._step_rest(current, handed.gradients.buffer.device)
+        if current.failure is not None and not inside_backward():
+            return failed_future(same_error(current.failure), handed.gradients.buffer)
+        return done
+
+    def _step_rest(self, current: BackwardPass, device: torch.device) -> None:
+        """Step all buckets that wait, and let the ranks meet."""
+        self._step_waiting(current)
+        try:
+            if current.failure is None:  # else the end of the private group tells the peers
+                self._peers.meet(self.passes, current, device, paused=self.paused)
+        except OverlapError as error:
+            self._fail(current, error)
+        if current.failure is not None and self._ddp_sends_last() and inside_backward():
+            current.end()
+            _raise(current.pop_failure())  # DDP would wait for ranks that may not come
+
+    def _step_waiting(self, current: BackwardPass, *, leave: int = 0) -> None:
+        """Step buckets that wait. An error is kept; later buckets are averaged, as on the other ranks."""
+        try:
+            if current.failure is None:
+                current.step_waiting(self._share_used, leave=leave)
+        except OverlapError as error:
+            self._fail(current, error)
+        if current.failure is not None:
+            current.leave_waiting()
+
+    def _share_used(self, buckets: Sequence[Bucket]) -> None:
+        if self._shares_used:
+            flags = [flag for bucket in buckets for flag in bucket.used or ()]
+            anywhere = iter(self._peers.share_used(flags, buckets[0].gradients.buffer.device)())
+            for bucket in buckets:
+                bucket.used = [next(anywhere) for _ in bucket.used or ()]
+
+    def _step_behind_average(
+        self, current: BackwardPass, handed: Bucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Enqueue the step of a bucket on an accelerator, which waits for the average; the host does not."""
+        buffer = handed.gradients.buffer
+        share = None if handed.used is None else self._peers.share_used(handed.used, buffer.device)
+        if current.failure is not None or self._worker is None:
+            return completed_future(buffer)
+
+        def step(_: dist.ProcessGroup) -> torch.Tensor:
+            try:
+                handed.await_average()
+                if share is not None:
+                    handed.used = share()
+                return current.step_now([handed])[0]
+            except OverlapError as error:
+                self._fail(current, error)
+                return buffer
+
+        done = self._worker.submit(step, device=buffer.device, name=f"{NAME}:bucket_{handed.index}")
+        if current.released is not None:
+            current.released.limit_device()
+        return done
+
+    def _pass_on(self, current: BackwardPass, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Return the future for DDP of a bucket that is not averaged: ``backward()`` raises at its end."""
+        failure = current.failure
+        if not inside_backward() and failure is not None:
+            return failed_future(same_error(failure), bucket.buffer())
+        # No bucket of a static graph's first pass may be the last one.
+        if bucket.is_last() or not _is_inside_node():
+            current.is_complete = True
+        self._follow_graph_task(current)
+        current.leave_waiting()
+        return completed_future(bucket.buffer())
 
     def _ddp_drops_buffers(self) -> bool:
         """Return whether DDP makes new buffers for its next pass.
@@ -255,7 +367,7 @@ class Engine:
 
     # ---- the end of a pass ----
 
-    def _follow_graph_task(self, worker: OrderedWorker, current: BackwardPass) -> None:
+    def _follow_graph_task(self, current: BackwardPass) -> None:
         """Finish the pass at the end of the graph task that hands over its last bucket.
 
         Every backward pass is one task of torch's engine, and a pass inside it, such as a checkpoint's, is
@@ -263,7 +375,7 @@ class Engine:
         pass is finished. If a task fails, torch drops its callbacks, and with them the mark that they hold.
         """
         task = graph_task_id()
-        if task in current.tasks:
+        if task == -1 or task in current.tasks:
             return
         mark = _TaskMark()
         current.tasks[task] = weakref.ref(mark)
@@ -273,48 +385,67 @@ class Engine:
         def finish(mark: _TaskMark) -> None:
             del mark
             dropped.detach()
-            if current.stage is PassStage.COMPLETE:
+            if current.is_complete:
                 self._finish(current)
 
         if self._model() is None:
-            at_end_of_backward(partial(current.announce_rest, worker))
+            at_end_of_backward(partial(self._give_up_left_out, current))
         # After what communication hooks do at the end: states with error feedback look at ``.grad`` to see
         # which parameters no rank has used.
         after_backward(partial(after_backward, partial(finish, mark)))
 
-    def _finish(self, current: BackwardPass) -> None:
-        current.wait()  # DDP has, except with require_manual_backward_finalization (torch 2.15)
-        current.end()
-        if current.failure is not None:
-            self.state.raise_error()
-        self._stepper.finish(self.gradients)
-        self.state.finish()
+    def _give_up_left_out(self, current: BackwardPass) -> None:
+        """Raise if DDP has left out the last bucket of a pass, which could not be told before."""
+        left_out = not current.is_complete and not inside_nested_backward()
+        if left_out and (failure := self._abandon(current)) is not None:
+            raise failure
 
-    def _abandon(self, current: BackwardPass) -> None:
-        """End a pass that was left before it was finished: nothing more of it is stepped."""
-        if current.stage is PassStage.ENDED or current is not self._current:
-            return
-        current.fail(
-            StepError(
-                f"the backward pass ended after {current.buckets} buckets, with an error or because "
-                "parameters got no gradient, which DDP allows with find_unused_parameters=True only, without "
-                "skip_all_reduce_unused_params"
-            )
-        )
+    def _finish(self, current: BackwardPass) -> None:
+        stepped = current.state is PassState.STEPS
         current.end()
+        _raise(current.pop_failure())
+        if stepped:
+            self.report = current.report()
+            self._stepper.finish(self.gradients)
+
+    def _fail(self, current: BackwardPass, error: OverlapError) -> None:
+        """Let nothing more of a pass be stepped; ``backward()`` raises the error when DDP has ended it."""
+        if current.number:
+            self.report = current.report()
+            error = error.with_report(self.report)
+        self.fail(error)
+        current.failure = current.failure or error
+        if current.state is PassState.STEPS:
+            current.state = PassState.AVERAGES
+
+    def _abandon(self, current: BackwardPass) -> OverlapError | None:
+        """End a pass that was left before it was finished, and return its error: it steps nothing more."""
+        if current is not self._current:
+            return None
+        if current.state is PassState.STEPS:
+            self._fail(
+                current,
+                StepError(
+                    f"the backward pass ended after {current.buckets} buckets, with an error or because "
+                    "parameters got no gradient, which DDP allows with find_unused_parameters=True only, "
+                    "without skip_all_reduce_unused_params"
+                ),
+            )
+        current.end()
+        return current.pop_failure()
 
     # ---- between passes ----
 
     def wait(self, timeout: float | None = None) -> StepReport:
         """Wait until every rank has got here; return the last report, or raise the first error."""
         self.require_outside_pass()
-        if self.state.phase is not Phase.REMOVED:
+        if not self.is_removed:
             try:
                 self._peers.wait(timeout)
             except OverlapError as error:
-                raise self.state.fail(error) from error.__cause__
-        self.state.raise_error()
-        return self.state.report
+                raise self.fail(error) from error.__cause__
+        self.raise_error()
+        return self.report
 
     def require_outside_pass(self) -> None:
         """Raise the first error, or raise if a backward pass runs or was left.
@@ -326,9 +457,8 @@ class Engine:
         """
         left = self.refuse_inside_pass("step() or wait()")
         if left is not None:
-            left.wait()  # steps in progress end first, or the report would miss them
             self._abandon(left)
-        self.state.raise_error()
+        self.raise_error()
 
     def refuse_inside_pass(self, call: str) -> BackwardPass | None:
         """Raise if a backward pass that steps is running, in this thread or another one.
@@ -340,32 +470,14 @@ class Engine:
             ConfigError: One is running.
         """
         current = self._current  # read once: another thread may begin the next one
-        if self.state.phase is not Phase.RUNNING or current.stage is PassStage.ENDED:
+        if current.state is not PassState.STEPS or self.error is not None:
             return None
-        if current.runs() or inside_backward():
+        if current.is_in_task() or inside_backward():
             raise ConfigError(
                 f"{call} while backward() runs, in one of its hooks or in another thread: call it when "
                 "backward() has returned"
             )
         return current
-
-    def remove(self) -> None:
-        """Stop stepping; only average from now on, if the model still exists."""
-        failed = self.state.phase is Phase.FAILED
-        self._failed |= failed  # if called twice, too
-        self._stepper.remove(self.gradients, failed=failed)
-        self.state.remove()
-        if self._worker is not None:
-            self._worker.close()
-        self._worker = None
-        self._current.end()
-        if self._release is not None:  # now that no job frees memory any more
-            self._release.memory.restore()
-        self._known_buckets.forget()
-        if failed and self._model() is not None:  # else its parameters may be another model's now
-            self._known_buckets.drop_gradients()
-            self._current.await_averages()
-        self._current = BackwardPass(PassKind.PAUSED, self.state, self._stepper)
 
     def _terms(self) -> dict[str, object]:
         hook = self._comm_hook
@@ -377,6 +489,14 @@ class Engine:
         }
 
 
+def _is_inside_node() -> bool:
+    """Return whether a node of a backward pass runs on this thread, and not what follows all nodes.
+
+    No public name up to torch 2.15.
+    """
+    return private("torch._C", "_current_autograd_node", "the end of a backward pass")() is not None
+
+
 def _as_overlap_error(error: Exception) -> OverlapError:
     """Return an error, or one of this package that has it as its cause."""
     if isinstance(error, OverlapError):
@@ -386,10 +506,17 @@ def _as_overlap_error(error: Exception) -> OverlapError:
     return wrapped
 
 
+def _raise(failure: OverlapError | None) -> None:
+    """Raise what has failed in a pass, if anything has: an interrupt stays one."""
+    if failure is not None:
+        cause = failure.__cause__
+        raise failure if cause is None or isinstance(cause, Exception) else cause
+
+
 def _require_agreement(compare: Callable[[], object]) -> None:
     try:
         compare()
-    except (AgreementError, dist.DistError) as error:
+    except (AgreementError, dist.DistError, ValueError) as error:  # the group may be destroyed
         raise kind_of_failure(error)(error_text(error)) from error
 
 

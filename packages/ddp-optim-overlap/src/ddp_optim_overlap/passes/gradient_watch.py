@@ -27,11 +27,15 @@ class GradientWatch:
     Args:
         parameters: Parameters to watch from the beginning.
         before: Called with every parameter that got a gradient, before DDP reads the gradient.
+
+    Attributes:
+        may_be_added_to: Whether used gradients may be added to, as nothing steps with them by itself.
     """
 
     def __init__(
         self, parameters: Iterable[torch.Tensor], before: Callable[[torch.Tensor], None] | None = None
     ) -> None:
+        self.may_be_added_to = False
         self._before = before
         self._positions: dict[torch.Tensor, int] = {}
         # Flags by position, which hooks set.
@@ -81,13 +85,13 @@ class GradientWatch:
             for parameter, position in self._positions.items()
         )
 
-    def take_as_used(self, parameters: Sequence[torch.Tensor], marks: Sequence[GradientMark]) -> None:
+    def mark_as_used(self, parameters: Sequence[torch.Tensor], marks: Sequence[GradientMark]) -> None:
         """Count the gradients of these parameters, with these marks, and no others, as used by a step."""
         self.forget_used()
         self._used = parameters, marks
         self._came_since_step[:] = bytes(len(self._positions))
 
-    def take_as_new(self, parameters: Iterable[torch.Tensor]) -> None:
+    def mark_as_new(self, parameters: Iterable[torch.Tensor]) -> None:
         """Count the gradients of these parameters, which DDP is about to write, as not used."""
         for parameter in parameters:
             if (position := self._positions.get(parameter)) is not None:
@@ -121,7 +125,7 @@ class GradientWatch:
                 return
             if not came_since_step[position]:
                 watch = weak_self()
-                if watch is not None and watch._is_used_up(parameter):  # noqa: SLF001
+                if watch is not None and watch._refuses(parameter):  # noqa: SLF001
                     raise DoubleBackwardError(
                         "backward() adds to gradients that a step has already used: call zero_grad() of the "
                         "model after each step (an optimizer's does not reach parameters that have left it), "
@@ -132,6 +136,9 @@ class GradientWatch:
             came[position] = came_since_step[position] = True
 
         return arrive
+
+    def _refuses(self, parameter: torch.Tensor) -> bool:
+        return not self.may_be_added_to and self._is_used_up(parameter)
 
     def _is_used_up(self, parameter: torch.Tensor) -> bool:
         """Whether ``parameter.grad`` was used by a step, was changed or not since, and is not zero."""

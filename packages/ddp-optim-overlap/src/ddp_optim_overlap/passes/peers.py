@@ -1,8 +1,9 @@
-"""The meeting of all ranks after every pass: each learns whether the others have come as far as itself."""
+"""What ranks tell each other about a pass besides gradients: which parameters were used, and how it ended."""
 
 from __future__ import annotations
 
-import threading
+import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,12 +11,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_optim_overlap.errors import CommunicationError, ConfigError
+from ddp_optim_overlap.errors import CommunicationError, ConfigError, OverlapError
 from ddp_optim_overlap.passes.averaging import numbers_on, start_all_reduce
-from ddp_optim_overlap.passes.backward_pass import NAME, BackwardPass, PassKind
+from ddp_optim_overlap.passes.backward_pass import BackwardPass
 from ddp_optim_overlap.passes.gradient_watch import is_capturing
 from dist_utils import OrderedWorker
-from dist_utils.process_groups import error_text, runs_on_host
+from dist_utils.process_groups import error_text, record_use, runs_on_host
+
+NAME = "ddp-optim-overlap"
+"""The name of the worker, and the prefix of its jobs' ranges in a profiler."""
+
+_POLL_SECONDS = 0.001
 
 
 class Peers:
@@ -25,39 +31,73 @@ class Peers:
     be of different iterations. It costs no time: what the first average of a pass waits for is later than the
     end of the other ranks' last step.
 
-    On CPUs a rank whose step failed has ended the worker's group, so that the meeting fails at once. On an
-    accelerator its flag is in the meeting, which is enqueued on a stream of its own; when the next pass
-    reads it, the accelerator has usually computed another forward pass since.
+    On CPUs the ranks meet in the worker's private group. A rank that has failed has ended it, so that the
+    others need not wait for it. On an accelerator a flag in the meeting tells of a failure. The meeting is
+    enqueued on a stream of its own; when the next pass reads it, the accelerator has usually computed another
+    forward pass since.
 
     Args:
-        worker: Runs meetings on CPUs.
+        worker: Has the private group, and ends it with an error.
     """
 
     def __init__(self, worker: OrderedWorker) -> None:
         self._worker = worker
+        self._private: weakref.ref[dist.ProcessGroup] | None = None
         self._streams: dict[torch.device, Any] = {}
-        self._await_meeting: Callable[[float | None], None] | None = None
+        self._finish_meeting: Callable[[float | None], list[int]] | None = None
+        self._met: BackwardPass | None = None
+        # A thread of Gloo that drops a tensor last needs the interpreter, for which torch 2.6 waits while it
+        # destroys a group, and with it that thread.
+        self._kept: torch.Tensor | None = None
 
-    def meet(self, number: int, current: BackwardPass, device: torch.device, *, failed: bool) -> None:
+    def connect(self, device: torch.device) -> None:
+        """Connect the ranks before a pass whose gradients are on this device, if that is still to be done.
+
+        Raises:
+            CommunicationError: A rank has not come, or the process group was destroyed.
+        """
+        group = self._worker.process_group
+        if group.size() > 1 and runs_on_host(group, device):
+            self._private_group()
+
+    def share_used(self, used: list[bool], device: torch.device) -> Callable[[], list[bool]]:
+        """Find out which parameters got a gradient on any rank; return what waits for the answer.
+
+        Args:
+            used: Which ones got a gradient on this rank.
+            device: The device of their gradients.
+        """
+        group = self._worker.process_group
+        if group.size() == 1:
+            return lambda: used
+        on_host = runs_on_host(group, device)
+        anywhere = self._kept = numbers_on(torch.device("cpu") if on_host else device, used)
+        work = start_all_reduce(anywhere, self._private_group() if on_host else group, dist.ReduceOp.MAX)
+
+        def finish() -> list[bool]:
+            _wait_for(work)
+            record_use(anywhere)
+            # Reading it waits for the device, so only where the answer is open.
+            return used if all(used) else [bool(value) for value in anywhere.tolist()]
+
+        return finish
+
+    def meet(self, number: int, current: BackwardPass, device: torch.device, *, paused: bool) -> None:
         """Start the meeting that follows the last bucket of a pass.
 
         Args:
             number: Of the pass, among all that have averaged.
             current: The pass.
             device: The device of its gradients.
-            failed: Whether this rank has failed to step.
+            paused: Whether it only averages, in ``handle.pause()``.
         """
         group = self._worker.process_group
-        if group.size() == 1:
+        if group.size() == 1 or is_capturing():
             return
-        paused = current.kind is PassKind.PAUSED
+        failed = current.failure is not None
         claim = [number, -number, paused, -paused, failed]  # maxima over the ranks tell whether all are equal
-        if runs_on_host(group, device):
-            job = partial(_meet_on_host, claim, current)
-            met = self._worker.submit(job, name=f"{NAME}:meet_peers")
-            self._await_meeting = partial(_await_job, met)
-        elif not is_capturing():
-            self._await_meeting = self._meet_on_device(claim, current, device)
+        meet = self._meet_on_host if runs_on_host(group, device) else partial(self._meet_on_device, device)
+        self._finish_meeting, self._met = meet(claim), current
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every rank has come to the last meeting, or one has failed.
@@ -67,15 +107,47 @@ class Peers:
 
         Raises:
             TimeoutError: A peer has not come in time.
-            CommunicationError: Another rank has failed. On CPUs the worker has the error instead.
+            CommunicationError: Another rank has failed.
             ConfigError: Ranks are in different passes.
         """
-        if self._await_meeting is not None and not is_capturing():
-            self._await_meeting(timeout)
+        if self._finish_meeting is None or self._met is None or is_capturing():
+            return
+        report = self._met.report()
+        try:
+            largest = self._finish_meeting(timeout)
+        except CommunicationError as error:
+            raise error.with_report(report) from error.__cause__
+        newest, oldest, paused, not_paused, failed = largest
+        if newest != -oldest or paused != -not_paused:
+            raise ConfigError(
+                "ranks are in different backward passes, or some are in handle.pause() and others are not: "
+                "call pause() and remove() on every rank"
+            )
+        if failed:
+            raise CommunicationError("another rank failed in this step", report)
+        self._finish_meeting = self._met = None
 
-    def _meet_on_device(
-        self, claim: list[int], current: BackwardPass, device: torch.device
-    ) -> Callable[[float | None], None]:
+    def fail(self, error: OverlapError) -> None:
+        """Keep the first error, and let the peers hear of one: the private group ends."""
+        self._finish_meeting = self._met = None  # what waits for it would keep the connections
+        self._worker.fail(error)
+
+    def _meet_on_host(self, claim: list[int]) -> Callable[[float | None], list[int]]:
+        values = self._kept = numbers_on(torch.device("cpu"), claim)
+        work = start_all_reduce(values, self._private_group(), dist.ReduceOp.MAX)
+
+        def finish(timeout: float | None) -> list[int]:
+            deadline = None if timeout is None else time.monotonic() + timeout
+            while deadline is not None and not work.is_completed():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"a peer has not finished its step within {timeout:g} s")
+                time.sleep(_POLL_SECONDS)
+            _wait_for(work)
+            return values.tolist()
+
+        return finish
+
+    def _meet_on_device(self, device: torch.device, claim: list[int]) -> Callable[[float | None], list[int]]:
         """Meet on an accelerator, whose host waits only when it is asked."""
         accelerator: Any = torch.get_device_module(device)
         if device not in self._streams:
@@ -88,49 +160,32 @@ class Peers:
             largest = values.to("cpu", non_blocking=True)
             copied = stream.record_event()
 
-        def wait(_: float | None) -> None:  # the process group's own timeout watches over it
+        def finish(_: float | None) -> list[int]:  # the process group's own timeout watches over it
             copied.synchronize()
-            _require_equal(largest.tolist(), current)
+            return largest.tolist()
 
-        return wait
+        return finish
+
+    def _private_group(self) -> dist.ProcessGroup:
+        """Return the worker's private group, which this does not keep alive: its end tells the peers.
+
+        Raises:
+            CommunicationError: It has ended.
+        """
+        if self._private is None:
+            try:
+                self._private = self._worker.submit(weakref.ref).wait()
+            except Exception as error:
+                raise CommunicationError(f"the ranks have not connected: {error_text(error)}") from error
+        group = self._private()
+        if group is None:
+            raise CommunicationError(f"the process group of {NAME} was destroyed")
+        return group
 
 
-def _meet_on_host(claim: list[int], current: BackwardPass, group: dist.ProcessGroup) -> torch.Tensor:
-    """Meet on the worker's thread.
-
-    Returns:
-        The numbers, which the job's future thereby holds until the next meeting. Otherwise a thread of Gloo
-        may be the last to drop them, and needs the interpreter for that; torch 2.6 does not let go of it
-        while it destroys a group, and waits for that thread.
-    """
-    values = numbers_on(torch.device("cpu"), claim)
+def _wait_for(work: dist.Work) -> None:
+    """Wait for a collective among the peers; on an accelerator only its stream waits."""
     try:
-        start_all_reduce(values, group, dist.ReduceOp.MAX).wait()
+        work.wait()
     except Exception as error:
-        raise CommunicationError(
-            f"another rank failed in this step: {error_text(error)}", current.report()
-        ) from error
-    _require_equal(values.tolist(), current)
-    return values
-
-
-def _require_equal(largest: list[int], current: BackwardPass) -> None:
-    """Raise if another rank has failed or is in another pass, by the maxima of all ranks' claims."""
-    newest, oldest, paused, not_paused, failed = largest
-    if newest != -oldest or paused != -not_paused:
-        raise ConfigError(
-            "ranks are in different backward passes, or some are in handle.pause() and others are not: call "
-            "pause() and remove() on every rank"
-        )
-    if failed:
-        raise CommunicationError("another rank failed in this step", current.report())
-
-
-def _await_job(met: torch.futures.Future[torch.Tensor], timeout: float | None) -> None:
-    """Wait for a job of the worker, which keeps its error."""
-    if met.done():
-        return
-    done = threading.Event()
-    met.add_done_callback(lambda _: done.set())
-    if not done.wait(timeout):
-        raise TimeoutError(f"a peer has not finished its step within {timeout:g} s")
+        raise CommunicationError(f"another rank failed in this step: {error_text(error)}") from error

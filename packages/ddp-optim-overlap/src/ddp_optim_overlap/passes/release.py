@@ -7,7 +7,6 @@ import ctypes
 import functools
 import mmap
 import os
-import threading
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
@@ -23,7 +22,7 @@ from ddp_optim_overlap.passes.bucket import BucketGradients
 from dist_utils.process_groups import record_use
 from dist_utils.torch_compat import group_timeout
 
-_IN_FLIGHT = 2
+IN_FLIGHT = 2
 """Buckets that may be averaged or stepped while backward() continues. With the bucket that fills up and the
 gradient that is copied into it, four exist at a time; with 3 here, five. Gloo averages two at a time."""
 
@@ -207,18 +206,21 @@ class ReleasedPass:
 
     Args:
         release: How to free memory.
+
+    Attributes:
+        seconds_to_wait: How long ``backward()`` waits for an average before it goes on: the communication
+            hook may wait for later buckets.
     """
 
     def __init__(self, release: GradientRelease) -> None:
         self._release = release
-        self._places = threading.Semaphore(_IN_FLIGHT)
+        timeout = group_timeout(release.process_group, torch.device("cpu"))
+        self.seconds_to_wait = timeout.total_seconds() + _MORE_SECONDS
         self._events: deque[Any] = deque()
         self._parameters: list[torch.Tensor] = []
         """Parameters whose gradients are removed at the end of the pass."""
         self._only_bucket = False
         """Whether there is only one bucket, for example before DDP has rebuilt them."""
-        self._over = False
-        """Whether the pass has ended, with or without an error."""
 
     def begin(self, gradients: BucketGradients, used: Sequence[bool], *, last: bool) -> None:
         """Drop the gradients that DDP has copied into a bucket; other gradients may still be needed.
@@ -235,26 +237,10 @@ class ReleasedPass:
                 if is_used:
                     parameter.grad = view
 
-    def limit_backward(self, done: torch.futures.Future[Any], device: torch.device) -> bool:
-        """Let ``backward()`` go on once few enough buckets are in progress.
-
-        Args:
-            done: Completes when the bucket that was just handed over is stepped or has failed.
-            device: The device of the bucket.
-
-        Returns:
-            Whether that was so within the time that an average may take, and some more.
-        """
-        places = self._places
-        if done.done():  # on an accelerator a callback would take a stream
-            places.release()
-        else:
-            done.add_done_callback(lambda _: places.release())
-        timeout = group_timeout(self._release.process_group, device).total_seconds()
-        in_time = places.acquire(timeout=timeout + _MORE_SECONDS)
-        while len(self._events) > _IN_FLIGHT:
+    def limit_device(self) -> None:
+        """Let the host go on once an accelerator has stepped all but a few of the enqueued buckets."""
+        while len(self._events) > IN_FLIGHT:
             self._events.popleft().synchronize()
-        return in_time
 
     def parts(self, gradients: BucketGradients) -> Iterator[list[torch.Tensor]]:
         """Yield a bucket's parameters in parts, to be stepped one by one; frees each part after its step.
@@ -292,14 +278,13 @@ class ReleasedPass:
             gradients.parameters, gradients.views, averaged, views, strict=True
         ):
             if used is view:
-                parameter.grad = None if self._over else instead
+                parameter.grad = instead
         if value.device.type != "cpu":
             stream = torch.get_device_module(value.device).current_stream(value.device)
             self._events.append(stream.record_event())
         return value
 
     def end(self) -> None:
-        """End the pass, with or without an error, when nothing steps: remove all its buckets' gradients."""
-        self._over = True
+        """End the pass, with or without an error: remove all its buckets' gradients."""
         for parameter in self._parameters:
             parameter.grad = None
