@@ -5,6 +5,7 @@
     python benchmarks/bench_whole_steps.py losses           # an hour
     python benchmarks/bench_whole_steps.py table            # of the stored results, for documents
     python benchmarks/bench_whole_steps.py short-table      # the README's
+    python benchmarks/bench_whole_steps.py equal-time       # losses after equal time, by links
 
 Models: transformers of 7 and 57 million parameters on the standard library's sources, a convolutional network
 and a wide perceptron on digits (scikit-learn's). AdamW; SGD for the convolutional network. One thread per
@@ -40,7 +41,7 @@ from whole_steps.plots import draw
 from whole_steps.ranks import Job
 from whole_steps.sides import ALL, COMPUTE, PLAIN, label
 from whole_steps.summary import summarize
-from whole_steps.tables import short_table, tables
+from whole_steps.tables import equal_time, short_table, tables
 
 
 def measure_cell(cell: Cell, options: Namespace) -> Iterator[Found]:
@@ -110,8 +111,8 @@ def draw_both(results: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Run the requested parts."""
-    printed = {("table",): tables, ("short-table",): short_table}
-    if make := printed.get(tuple(sys.argv[1:])):
+    printed = {"table": tables, "short-table": short_table, "equal-time": equal_time}
+    if make := printed.get(" ".join(sys.argv[1:])):
         print(make(json.loads((RESULTS / "whole_steps.json").read_text())))
         return
     benchmark = Benchmark(__file__, __doc__, repeats=31)

@@ -21,7 +21,7 @@ import ddp_compress_hooks as compress
 import ddp_quant_hooks as quant
 from ddp_compress_hooks import CompressState, allreduce_hook
 from ddp_optim_overlap import OptimizerHookState, hook_then_optimizer, overlap_optimizer
-from ddp_quant_hooks import AutoState, HierarchicalAllreduceState, QuantizedAllreduceState
+from ddp_quant_hooks import AutoState, HierarchicalAllreduceState, LowRankState, QuantizedAllreduceState
 from dist_utils.testing import call_in_backward
 from dist_utils.torch_compat import group_timeout
 
@@ -236,6 +236,11 @@ def _hierarchical(group: dist.ProcessGroup) -> tuple[Any, Any]:
     return HierarchicalAllreduceState(group, intra_group=node, min_bytes=0), quant.quantized_allreduce_hook
 
 
+def _low_rank(group: dist.ProcessGroup) -> tuple[Any, Any]:
+    state = LowRankState(group, rank=4, residual_bits=1, warm_up_steps=2, min_bytes=0)
+    return state, quant.low_rank_hook
+
+
 def _auto(group: dist.ProcessGroup) -> tuple[Any, Any]:
     # Every choice gives the same bits.
     return AutoState(group, candidates={name: HOOKS["8 bits"](group) for name in "01"}), quant.auto_hook
@@ -250,6 +255,7 @@ HOOKS: dict[str, Hook] = {
     "8 bits": few_bits(),
     "8 bits, feedback": few_bits(error_feedback="both"),
     "4 bits, feedback": few_bits(bits=4),
+    "low rank": _low_rank,
     "hierarchical": _hierarchical,
     "auto": _auto,
     "per tensor": lambda group: (group, quant.quantization_pertensor_hook),

@@ -13,7 +13,8 @@ from whole_steps.sides import FRAGILE, PLAIN
 
 LOOPBACK = "loopback"
 RATES = {
-    name: 1e9 / 8 * float(name.removesuffix("gbit")) for name in ("0.1gbit", "0.2gbit", "1gbit", "10gbit")
+    name: 1e9 / 8 * float(name.removesuffix("gbit"))
+    for name in ("0.01gbit", "0.1gbit", "0.2gbit", "1gbit", "10gbit")
 }
 """Bytes per second of the emulated links, by their names on the command line."""
 
@@ -72,7 +73,9 @@ CELLS = (
     # Faster and slower links, and other models.
     Cell("7M", 2, LOOPBACK),
     Cell("7M", 2, "10gbit"),
+    Cell("7M", 2, "0.2gbit"),
     Cell("7M", 2, "0.1gbit"),
+    Cell("7M", 2, "0.01gbit"),
     Cell("MLP", 2, "1gbit"),
     Cell("60M", 2, "1gbit"),
     Cell("conv", 2, "1gbit"),

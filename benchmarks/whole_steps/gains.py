@@ -24,6 +24,8 @@ def draw_gains(results: dict[str, Any], path: Path) -> None:
         for name, cell in results["cells"].items()
         if name in README_CELLS and SIDE in cell["sides"]
     }
+    if not gains:
+        return
     names = sorted(gains, key=lambda name: -gains[name]["median"])
     title = (
         "Training steps with 8 bits: how many times as fast as with plain DDP (CPUs, Gloo, emulated hosts)"

@@ -20,7 +20,7 @@ from rank_processes import on_ranks
 from tasks import MODELS, Task
 from training import means, take_step, train
 from whole_steps.cells import Cell
-from whole_steps.sides import LABELS, OVERLAP, PLAIN, label, make_side
+from whole_steps.sides import LABELS, LOW_RANK, LOW_RANK_WARM_UP, OVERLAP, PLAIN, label, make_side
 
 from ddp_quant_hooks import QuantizedAllreduceState
 
@@ -31,7 +31,9 @@ HOW_LONG, THIN, WARM_UP, AVERAGED = 200, 10, 20, 50
 DILOCO = "diloco"
 OVERLAPPED = "8bits" + OVERLAP
 FEW_BITS = ["8bits", OVERLAPPED, "4bits", "4bits-none"]
-LEARNERS = [PLAIN, "fp16", "bf16", *FEW_BITS, "powersgd-one", "powersgd4-one", DILOCO]
+POWER_SGD = ["powersgd-one", "powersgd4-one"]
+RANKS_OF_FACTORS = [name for name in LOW_RANK if not name.endswith("-one")]
+LEARNERS = [PLAIN, "fp16", "bf16", *FEW_BITS, *RANKS_OF_FACTORS, *POWER_SGD, DILOCO]
 LEARNT = ("7M", "conv")
 LABEL = {**LABELS, OVERLAPPED: label(OVERLAPPED), DILOCO: "DiLoCo, 8 bits every 20 steps"}
 
@@ -54,7 +56,7 @@ def learn(rank: int, model_name: str, name: str, seeds: int, steps: int) -> list
 
 
 def _curve(task: Task, model_name: str, name: str, seed: int, steps: int) -> Curve:
-    full_steps = max(WARM_UP, steps // 10)
+    full_steps = full_steps_of(steps)
     take, optimizer, close = (
         _diloco(task, seed) if name == DILOCO else _hooked(task, model_name, name, seed, full_steps)
     )
@@ -130,6 +132,18 @@ def loss_after(curve: Curve, seconds: float) -> float:
     """Return the mean loss of the last AVERAGED steps that were made by then; that of fewer is noisy."""
     made = max(1, bisect.bisect_right(curve["seconds"], seconds))
     return statistics.fmean(curve["losses"][max(0, made - AVERAGED // THIN) : made])
+
+
+def first_steps(name: str, steps: int) -> tuple[str, int]:
+    """Return the side as which a side begins a training of so many steps, and for how many of them."""
+    if name in POWER_SGD:
+        return PLAIN, full_steps_of(steps)
+    return ("4bits", LOW_RANK_WARM_UP) if name in LOW_RANK else (name, 0)
+
+
+def full_steps_of(steps: int) -> int:
+    """Return how many first steps of a training PowerSGD makes with full gradients, as PyTorch advises."""
+    return max(WARM_UP, steps // 10)
 
 
 def steps_after(curve: Curve, seconds: float) -> int:

@@ -42,6 +42,11 @@ LABELS = {
     "4bits-none": 'ours: 4 bits, `error_feedback="none"`',
     "low-rank": "ours: low rank, rank 8",
     "low-rank4": "ours: low rank, rank 4",
+    "low-rank-one": "ours: low rank, rank 8, one bucket",
+    "low-rank4-one": "ours: low rank, rank 4, one bucket",
+    "low-rank16": "ours: low rank, rank 16",
+    "low-rank-auto": 'ours: low rank, `rank="auto"`',
+    "low-rank-rest": "ours: low rank, rank 4, and 1 bit of the rest",
     "auto": "ours: auto",
 }
 SHORT_LABELS = {
@@ -51,8 +56,21 @@ SHORT_LABELS = {
     "8bits": "8 bits",
 }
 """Few enough for a first look: the README's tables and the picture of losses."""
-OURS = ("bf16", "8bits", "4bits", "4bits-none", "low-rank", "low-rank4", "auto")
-ALL = [name for name in LABELS if name != COMPUTE] + [name + OVERLAP for name in OURS]
+LOW_RANK: dict[str, dict[str, Any]] = {
+    "low-rank": {"rank": 8},
+    "low-rank4": {"rank": 4},
+    "low-rank-one": {"rank": 8},
+    "low-rank4-one": {"rank": 4},
+    "low-rank16": {"rank": 16},
+    "low-rank-auto": {"rank": "auto"},
+    "low-rank-rest": {"rank": 4, "residual_bits": 1},
+}
+"""The options of each side of low rank."""
+OURS = ("bf16", "8bits", "4bits", "4bits-none", *LOW_RANK, "auto")
+ALL = [name for name in LABELS if name != COMPUTE]
+ALL += [name + OVERLAP for name in OURS if name not in LOW_RANK or name == "low-rank"]
+LOW_RANK_WARM_UP = 10
+"""The first steps of low rank, in 4 bits, by default."""
 FRAGILE = ("powersgd", "perchannel")
 """Hooks that hang or abort on Gloo in some versions of torch, so each gets ranks of its own.
 
@@ -78,9 +96,9 @@ def make_hook(name: str, full_steps: int) -> tuple[Any, Callable[..., Any]] | No
             None, matrix_approximation_rank=rank, start_powerSGD_iter=full_steps
         )
         return state, powerSGD_hook.powerSGD_hook
-    if name.startswith("low-rank"):
-        rank = 4 if name.endswith("4") else 8
-        return LowRankState(rank=rank, warm_up_steps=full_steps), low_rank_hook
+    if name in LOW_RANK:
+        warm_up_steps = min(full_steps, LOW_RANK_WARM_UP)
+        return LowRankState(warm_up_steps=warm_up_steps, **LOW_RANK[name]), low_rank_hook
     if name == "perchannel":
         return torch.distributed.group.WORLD, quantization_hooks.quantization_perchannel_hook
     if name == "bf16":

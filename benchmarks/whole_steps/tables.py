@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
-from whole_steps.cells import CELLS, MAIN
-from whole_steps.losses import DILOCO, LABEL, LEARNT, Curve, complete, loss_after, place_of, steps_after
+from whole_steps.cells import CELLS, MAIN, Cell
+from whole_steps.losses import (
+    AVERAGED,
+    DILOCO,
+    LABEL,
+    LEARNT,
+    THIN,
+    Curve,
+    complete,
+    first_steps,
+    loss_after,
+    place_of,
+    steps_after,
+)
 from whole_steps.sides import ALL, COMPUTE, OURS, OVERLAP, PLAIN, SHORT_LABELS, label
 
 GAIN = 1.03
@@ -57,6 +71,47 @@ def short_table(results: dict[str, Any]) -> str:
     losses = [_loss_after(curves[side], earliest) for side in SHORT_LABELS if side in curves]
     heads = [f"training loss (steps made), {place_of(model)}", *SHORT_LABELS.values()]
     return f"{steps}\n\n{table(heads, [[f'after {earliest:.0f} s', *losses]])}"
+
+
+def equal_time(results: dict[str, Any]) -> str:
+    """Return the losses that the measured curves have reached in equal time, by the measured steps.
+
+    Of every model with curves, on each of its links of two hosts of one rank. The time is that in which the
+    fastest side makes all steps.
+    """
+    cells = results.get("cells", {})
+    return "\n\n".join(
+        _equal_time(cell, cells[cell.name]["sides"], results["losses"][cell.model])
+        for cell in CELLS
+        if cell.name in cells
+        and cell.world_size == cell.hosts == 2
+        and cell.model in results.get("losses", {})
+    )
+
+
+def _equal_time(cell: Cell, sides: dict[str, Any], entry: dict[str, Any]) -> str:
+    curves, steps = complete(entry), entry["steps"]
+    seconds = {name: _seconds_of_steps(name, sides, steps) for name in curves}
+    ends = {name: of_steps[-1] for name, of_steps in seconds.items() if of_steps}
+    earliest = min(ends.values())
+    rows = []
+    for name, end in ends.items():
+        made = THIN * (bisect_right(seconds[name], earliest) // THIN)
+        points = slice(max(0, made - AVERAGED) // THIN, max(THIN, made) // THIN)
+        of_seeds = [statistics.fmean(curve["losses"][points]) for curve in curves[name]]
+        rows.append([LABEL[name], f"{end:.0f}", f"{statistics.fmean(of_seeds):.3f}", str(made)])
+    heads = [cell.name, f"seconds for {steps} steps", f"training loss after {earliest:.0f} s", "steps made"]
+    return table(heads, rows)
+
+
+def _seconds_of_steps(name: str, sides: dict[str, Any], steps: int) -> list[float]:
+    """Return when each step of a training ends, by the medians of measured steps; nothing without them."""
+    first, count = first_steps(name, steps)
+    medians = [sides.get(side, {}).get("median_ms") for side in (first, name)]
+    if None in medians:
+        return []
+    before, after = medians
+    return [*accumulate(1e-3 * (before if step < count else after) for step in range(steps))]
 
 
 def _model(cell: str) -> str:

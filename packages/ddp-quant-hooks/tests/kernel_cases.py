@@ -13,6 +13,7 @@ LAYOUTS = [
     *(Layout("int4", block, rotate=True) for block in (32, 128)),
     *(Layout(kind, block) for kind in ("int8", "int4") for block in (32, 64, 128, 1024)),
     *(Layout("fp16", block) for block in (32, 128)),
+    *(Layout("int1", block) for block in (32, 256, 1024)),
 ]
 
 

@@ -18,6 +18,7 @@ LAYOUTS = (
     Layout("int8", 128, rotate=True),
     Layout("int4", 32),
     Layout("fp16", 64),
+    Layout("int1", 256),
     Layout("int4", 32, rotate=True),
 )
 SOME = [*zip(LAYOUTS, cycle(VALUE_DTYPES), cycle([64, 68]), strict=False)]

@@ -22,6 +22,7 @@ from dist_utils.testing import run_ranks
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100", "sm_120"]
 LAYOUTS = [
     *(Layout(kind, block) for kind, block in (("int8", 128), ("int4", 32), ("fp16", 128), ("int8", 1024))),
+    Layout("int1", 256),
     *(Layout(kind, block, rotate=True) for kind, block in (("int8", 128), ("int4", 32), ("int8", 512))),
 ]
 

@@ -137,7 +137,7 @@ def test_what_is_wrong_is_refused_before_anything_is_written(backend, error, cal
         (
             lambda: Layout("int5", 128),
             ValueError,
-            "format must be one of int8, int4, fp16, bfloat16, float16, got 'int5'",
+            "format must be one of int8, int4, fp16, int1, bfloat16, float16, got 'int5'",
         ),
         (lambda: Layout("int8", 96), ValueError, "block_size must be one of"),
         (

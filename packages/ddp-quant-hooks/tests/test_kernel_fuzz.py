@@ -13,14 +13,14 @@ from ddp_quant_hooks.kernels.cpu import CpuKernels
 from dist_utils.testing import same_bits
 
 BACKENDS = [(name, CpuKernels(name)) for name in SETS]
-FORMATS = ("int8", "int4", "fp16")
+FORMATS = ("int8", "int4", "fp16", "int1")
 
 few = settings(deadline=None, max_examples=60)
 
 
 def layout_of(numbers, block_size, rotate):
     """Return a layout whose blocks are rotated if requested and possible."""
-    return Layout(numbers, block_size, rotate and numbers != "fp16")
+    return Layout(numbers, block_size, rotate and numbers in {"int8", "int4"})
 
 
 blocks = st.sampled_from([32, 64, 128, 256, 512, 1024])

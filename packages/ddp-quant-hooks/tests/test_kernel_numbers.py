@@ -109,7 +109,20 @@ def test_a_mean_of_rotated_blocks_and_others_is_near_the_exact_one():
     assert torch.equal(decoded(messages[:1] * 3, 12800, layout), alone[0])
 
 
-@pytest.mark.parametrize("layout", [INT8, Layout("int4", 32, rotate=True)], ids=str)
+def test_one_bit_keeps_signs_and_the_mean_magnitude_of_a_block():
+    layout, values = Layout("int1", 64), random_values(640, 0)
+    values[64:128] = 0.0
+    restored = decoded([encoded(values, layout)], 640, layout)
+    blocks, sent = values.view(-1, 64), restored.view(-1, 64)
+    assert torch.equal(sent.sign()[blocks != 0], blocks.sign()[blocks != 0])
+    # Six sums, each of positive numbers, and a product.
+    torch.testing.assert_close(sent.abs().mean(1), blocks.abs().mean(1), rtol=7 * 2.0**-24, atol=0)
+    assert (sent.abs().amax(1) == sent.abs().amin(1)).all()
+    assert not sent[1].any()
+    assert layout.message_bytes(640) == 640 // 8 + 4 * 10 + 8  # rounded up to 16
+
+
+@pytest.mark.parametrize("layout", [INT8, Layout("int4", 32, rotate=True), Layout("int1", 64)], ids=str)
 def test_a_residual_is_what_is_missing(layout):
     values, lost = heavy_tails(1000), torch.empty(1000, dtype=torch.bfloat16)
     message = encoded(values, layout, new_residual=lost)

@@ -39,7 +39,7 @@ def test_torchrun_starts_it_and_rank_0_alone_reports(tmp_path):
     assert [link["place"] for link in report["links"]] == ["inside hosts"]
     assert min(min(link["bandwidth"], link["latency"]) for link in report["links"]) > 0
     small = {name: exchanges[0] for name, exchanges in report["hooks"].items()}
-    assert list(small) == ["fp32", "bf16", "8 bits", "4 bits"]
+    assert list(small) == ["fp32", "bf16", "8 bits", "4 bits", "low rank"]
     assert {exchange["size"] for exchange in small.values()} == {SMALLEST}
     assert min(exchange["seconds"] for exchange in small.values()) > 0
     values = SMALLEST // 4
@@ -49,10 +49,12 @@ def test_torchrun_starts_it_and_rank_0_alone_reports(tmp_path):
         "bf16": 2 * values,
         "8 bits": values + 4 * values // 128,
         "4 bits": values // 2 + 4 * values // 32,
+        "low rank": 2 * 8 * 512 * (1 / 2 + 4 / 32),  # two factors of eight columns
     }
     # Half a unit in the last place, in the L2 norm, is less than 2^-9 for bf16; int8 and int4 have 127 and 7
     # steps.
     bounds = {"fp32": (0.0, 1e-6), "bf16": (1e-3, 4e-3), "8 bits": (4e-3, 1e-2), "4 bits": (0.05, 0.15)}
+    bounds["low rank"] = (0.5, 1.0)
     for name, (low, high) in bounds.items():
         assert low <= small[name]["relative_error"] <= high, name
         assert small[name]["bytes_on_host_link"] == 0, "there is one host"
@@ -128,8 +130,8 @@ def test_ranks_of_several_hosts_get_one_report_with_the_bytes_on_a_hosts_link():
     # The smallest buckets are measured whatever the budget.
     assert [seen["three"] for seen in others[:2]] == [first["three"]] * 2
     measured = first["three"]["hooks"]
-    assert list(measured) == ["fp32", "bf16", "8 bits", "4 bits"]
-    assert [[one["size"] for one in found] for found in measured.values()] == [[SMALLEST]] * 4
+    assert list(measured) == ["fp32", "bf16", "8 bits", "4 bits", "low rank"]
+    assert [[one["size"] for one in found] for found in measured.values()] == [[SMALLEST]] * 5
     if "two hosts" not in first:
         pytest.skip("this user cannot give a process a host name of its own")
     report, text = first["two hosts"]
@@ -140,6 +142,6 @@ def test_ranks_of_several_hosts_get_one_report_with_the_bytes_on_a_hosts_link():
     links = {name: exchanges[0]["bytes_on_host_link"] for name, exchanges in report["hooks"].items()}
     # Around a ring, one rank of a host sends to the other host.
     assert links["fp32"] == 2 * links["bf16"] == 2 * 3 / 4 * SMALLEST
-    assert 0 < links["4 bits"] < links["8 bits"] < links["fp32"]
+    assert 0 < links["low rank"] < links["4 bits"] < links["8 bits"] < links["fp32"]
     assert report["warnings"] == []
     assert f"{links['8 bits'] / 1e6:.2f}" in text

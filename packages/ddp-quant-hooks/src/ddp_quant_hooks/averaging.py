@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,19 @@ from ddp_quant_hooks.exchange.values import Values
 from ddp_quant_hooks.feedback.residuals import Owner
 from ddp_quant_hooks.feedback.step import Step
 from ddp_quant_hooks.feedback.store import Feedback
+from ddp_quant_hooks.kernels import Layout
 from ddp_quant_hooks.options import Options
 from ddp_quant_hooks.statistics import BucketCounter, bytes_around_ring
 from dist_utils.process_groups import runs_on_host
 
+T = TypeVar("T")
+
 _MOST_PLANS = 1 << 12
 """How many plans a state keeps: of calls whose tensors have another length in every step, not all of them."""
+
+
+Parts: TypeAlias = Generator[None, None, T]
+"""What runs with pauses, and returns a result."""
 
 
 class Prepared(NamedTuple):
@@ -36,10 +43,12 @@ class Prepared(NamedTuple):
     Attributes:
         task: How values are averaged.
         is_sampled: Whether the error is measured.
+        in_parts: Whether :meth:`Average.run_in_parts` only sends messages, and calls no collectives.
     """
 
     task: Any
     is_sampled: bool
+    in_parts: bool
 
 
 class Average(ABC):
@@ -52,6 +61,9 @@ class Average(ABC):
         feedback: What it keeps from step to step.
         counter: Counts what is averaged.
     """
+
+    _pauses = False
+    """Whether buckets wait so often that the next one should begin meanwhile."""
 
     def __init__(self, options: Options, feedback: Feedback, counter: BucketCounter) -> None:
         self._options, self._feedback, self._counter = options, feedback, counter
@@ -129,10 +141,11 @@ class Average(ABC):
         Raises:
             ValueError: An option does not fit the ranks, or their hosts; on all of them.
         """
+        label ^= self._prepared << 32  # messages of several buckets are on their way at the same time
         task = self._task_of(group, step, owners, tensors, label)
         sampled = is_sampled(self._prepared, self._options.sample_every)
         self._prepared += 1
-        return Prepared(task, sampled)
+        return Prepared(task, sampled, self._pauses and not (sampled or task.exact))
 
     def run(self, group: dist.ProcessGroup, values: Values, prepared: Prepared) -> None:
         """Average values in place, the same bits on all ranks, and count them. A job.
@@ -142,11 +155,19 @@ class Average(ABC):
             values: All values.
             prepared: What :meth:`prepare` has returned.
         """
+        for _ in self.run_in_parts(group, values, prepared):
+            pass
+
+    def run_in_parts(self, group: dist.ProcessGroup, values: Values, prepared: Prepared) -> Parts[None]:
+        """Do as :meth:`run`, and pause where nothing is left to do but to wait for other ranks.
+
+        For :meth:`dist_utils.OrderedWorker.submit_in_parts`, if :attr:`Prepared.in_parts` allows that.
+        """
         reference, error = None, None
         if prepared.is_sampled:
             reference = values.to(torch.float32).div_(group.size())
             dist.all_reduce(reference, group=group)
-        sent, outside = self._average(group, values, prepared.task)
+        sent, outside = yield from self._average(group, values, prepared.task)
         if reference is not None:
             more = self.bytes_of_ring(group, reference.nbytes)
             sent, outside = sent + more[0], outside + more[1]
@@ -162,13 +183,16 @@ class Average(ABC):
         tensors: Sequence[torch.Tensor],
         label: int,
     ) -> Any:
-        """Decide how values are averaged; see :meth:`prepare`."""
+        """Decide how values are averaged; see :meth:`prepare`.
+
+        The task has the attribute ``exact``: what is averaged without compression, by a collective.
+        """
 
     @abstractmethod
-    def _average(self, group: dist.ProcessGroup, values: Values, task: Any) -> tuple[int, int]:
+    def _average(self, group: dist.ProcessGroup, values: Values, task: Any) -> Parts[tuple[int, int]]:
         """Average values in place; return the bytes that were sent, and those of them to other hosts.
 
-        See :meth:`run`.
+        See :meth:`run_in_parts`.
         """
 
     @abstractmethod
@@ -240,16 +264,17 @@ class Average(ABC):
         group: dist.ProcessGroup,
         count: int,
         like: torch.Tensor,
+        layouts: tuple[Layout, Layout] | None = None,
         **options: Any,
     ) -> Plan:
         """Return a plan for the ranks as they are, by one of the planner's functions; made once."""
-        key = plan, count, like.dtype, like.device.type
+        key = plan, count, like.dtype, like.device.type, layouts
         found = self._plans.get(key)
         if found is None:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             dtype = like.dtype.to_real()
-            formats = Formats(*self._options.layouts(dtype), dtype.itemsize)
+            formats = Formats(*(layouts or self._options.layouts(dtype)), dtype.itemsize)
             on_streams = not runs_on_host(group, like.device)
             placement = self._placement(like.device.type)
             found = plan(placement, group.rank(), count, formats, on_streams=on_streams, **options)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.averaging import Average
+from ddp_quant_hooks.averaging import Average, Parts
 from ddp_quant_hooks.exchange import exchange
 from ddp_quant_hooks.exchange.exchange import NotFinite, Task
 from ddp_quant_hooks.exchange.plan import Plan
@@ -77,7 +77,7 @@ class FewBits(Average):
         task = self._task(plan, step, owners, tensors[0].device, not_finite, label)
         return FewBitsTask(task, few, exact)
 
-    def _average(self, group: dist.ProcessGroup, values: Values, task: FewBitsTask) -> tuple[int, int]:
+    def _average(self, group: dist.ProcessGroup, values: Values, task: FewBitsTask) -> Parts[tuple[int, int]]:
         few = values if task.few is None else Values(values.parts_of(task.few))
         exact = values.parts_of(task.exact)
         not_finite, plan = task.exchange.not_finite, task.exchange.plan
@@ -90,7 +90,7 @@ class FewBits(Average):
                 not_finite(~apart.isfinite().all())
             more = self.bytes_of_ring(group, apart.nbytes)
             sent, outside = sent + more[0], outside + more[1]
-        exchange.average(group, task.exchange, few, self._scratch(values.device))
+        yield from exchange.average_in_parts(group, task.exchange, few, self._scratch(values.device))
         if apart is not None:
             put_back(exact, apart)
         return sent, outside

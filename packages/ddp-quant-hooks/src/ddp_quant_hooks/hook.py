@@ -2,13 +2,13 @@
 
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.averaging import Average
+from ddp_quant_hooks.averaging import Parts, Prepared
 from ddp_quant_hooks.exchange.values import Values
 from ddp_quant_hooks.feedback.step import Step
 from ddp_quant_hooks.states import AveragingState, QuantizedAllreduceState
@@ -82,8 +82,8 @@ def average_bucket(
                     return completed_future(buffer)
                 if buffer.is_sparse or not state.average.quantizes(owners, [buffer], group.size()):
                     return start_mean(group, buffer).then(_count_when_done(state, step, group, buffer))
-                job = _average_job(state.average, step, group, owners, buffer)
-                return state.worker.submit(job, device=buffer.device, name=f"{name}:average_bucket_{index}")
+                prepared = state.average.prepare(group, step, owners, [buffer])
+                return _submit_average(state, f"{name}:average_bucket_{index}", prepared, step, buffer)
         except Exception as error:  # noqa: BLE001 - raised here, any would leave DDP in the middle of a pass
             state.fail(error)
             return failed_future(error, buffer)
@@ -106,22 +106,25 @@ def check_buffer(hook: str, bucket: GradBucket) -> torch.Tensor:
     return buffer
 
 
-def _average_job(
-    average: Average,
-    step: Step,
-    group: dist.ProcessGroup,
-    owners: Sequence[torch.Tensor],
-    buffer: torch.Tensor,
-) -> Callable[[dist.ProcessGroup], torch.Tensor]:
-    """Prepare the average of a bucket, and return the job. It holds no state: see :class:`Average`."""
-    prepared, outcome = average.prepare(group, step, owners, [buffer]), step.outcome
+def _submit_average(
+    state: AveragingState, title: str, prepared: Prepared, step: Step, buffer: torch.Tensor
+) -> torch.futures.Future[torch.Tensor]:
+    """Submit the average of a bucket. Its job holds no state: see :class:`Average`."""
+    average, outcome, worker = state.average, step.outcome, state.worker
 
     def job(private_group: dist.ProcessGroup) -> torch.Tensor:
         with outcome:
             average.run(private_group, Values([buffer]), prepared)
         return buffer
 
-    return job
+    def job_in_parts(private_group: dist.ProcessGroup) -> Parts[torch.Tensor]:
+        with outcome:
+            yield from average.run_in_parts(private_group, Values([buffer]), prepared)
+        return buffer
+
+    if prepared.in_parts:
+        return worker.submit_in_parts(job_in_parts, device=buffer.device, name=title)
+    return worker.submit(job, device=buffer.device, name=title)
 
 
 def start_mean(group: dist.ProcessGroup, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -69,7 +69,7 @@ struct Block {
     static constexpr int kUnits = kHalf / kUnit / kLanes;  // of a lane
     static constexpr int kTeams = kThreads / kLanes;       // of a thread block
     static constexpr int kUnitBytes = static_cast<int>(Numbers::bytes(2 * kUnit));
-    static constexpr int kParts = Numbers::bytes(2) == 1 ? 1 : 2;  // of a unit's payload: packed numbers are in one
+    static constexpr int kParts = Numbers::bytes(2) <= 1 ? 1 : 2;  // of a unit's payload: packed numbers are in one
     static constexpr int kPartBytes = kUnitBytes / kParts;
     static constexpr float kStep = 1.0f / Numbers::kLevels;
 
@@ -167,6 +167,32 @@ BLOCK_MATH int32_t largest_of_mean(const B& block) {
     float largest = fabsf(block.values[0][0][0]);
     for_each_value<B>([&](int unit, int half, int i) { largest = fmaxf(largest, fabsf(block.values[unit][half][i])); });
     return of_lanes<B::kLanes>(magnitude_bits(largest), larger);
+}
+
+// The mean magnitude: sums of values half of the block apart, then a quarter, and so on.
+template <class B>
+BLOCK_MATH float mean_magnitude_of_team(const B& block) {
+    float sums[B::kUnits][2][B::kUnit];
+    for_each_value<B>([&](int unit, int half, int i) {
+        sums[unit][half][i] = fabsf(block.values[unit][half][i]) * (1.0f / B::kBlock);
+    });
+    for_each_value<B>([&](int unit, int half, int i) {
+        if (half == 0) sums[unit][0][i] = sums[unit][0][i] + sums[unit][1][i];
+    });
+    #pragma unroll
+    for (int step = B::kUnits / 2; step > 0; step /= 2)
+        for_each_value<B>([&](int unit, int half, int i) {
+            if (half == 0 && unit < step) sums[unit][0][i] = sums[unit][0][i] + sums[unit + step][0][i];
+        });
+    #pragma unroll
+    for (int step = B::kLanes / 2; step > 0; step /= 2)
+        #pragma unroll
+        for (int i = 0; i < B::kUnit; ++i) sums[0][0][i] = sums[0][0][i] + exchanged(sums[0][0][i], step);
+    #pragma unroll
+    for (int step = B::kUnit / 2; step > 0; step /= 2)
+        #pragma unroll
+        for (int i = 0; i < step; ++i) sums[0][0][i] = sums[0][0][i] + sums[0][0][i + step];
+    return sums[0][0][0];
 }
 
 // ---- rotating ----
@@ -280,6 +306,10 @@ BLOCK_MATH void encode_block(B& block, const Shard& shard) {
         if (shard.residual) add_residual(block, shard.residual);
     int32_t largest = kMean ? largest_of_mean(block) : largest_of_team(block, block.values);
     Encoding by = encoding_of(largest, B::Numbers::kLevels);
+    if constexpr (kScaledByMean<typename B::Numbers>) {
+        float mean = mean_magnitude_of_team(block);
+        if (is_finite(by.scale)) by.scale = mean;
+    }
     bool has_numbers = largest != 0 && largest < kInfinityBits;
     float numbers[B::kUnits][2][B::kUnit];  // what to write: the values, or the rotated ones
     memcpy(numbers, block.values, sizeof numbers);

@@ -215,6 +215,26 @@ struct Fp16 {  // from -1 to 1
     }
 };
 
+struct Int1 {  // signs: a byte has those of four values in the first half of a block, and four in the second
+    static constexpr float kLevels = 1.0f;
+    static constexpr bool kFew = false;
+    BLOCK_MATH constexpr int64_t bytes(int64_t values) { return values / 8; }
+    BLOCK_MATH float sign(uint32_t byte, int64_t place) { return 1.0f - static_cast<float>(byte >> place << 1 & 2); }
+    BLOCK_MATH float first(const uint8_t* payload, int64_t i, int64_t) { return sign(payload[i / 4], i % 4); }
+    BLOCK_MATH float second(const uint8_t* payload, int64_t i, int64_t) { return sign(payload[i / 4], 4 + i % 4); }
+    // The payload must be zero before.
+    BLOCK_MATH void write(uint8_t* payload, int64_t i, int64_t, float first, float second) {
+        uint32_t signs = bits_of(first) >> 31 | bits_of(second) >> 31 << 4;
+        payload[i / 4] = static_cast<uint8_t>(payload[i / 4] | signs << i % 4);
+    }
+};
+
+// Whether a block's scale is its mean magnitude, and not its largest one.
+template <class Numbers>
+constexpr bool kScaledByMean = false;
+template <>
+constexpr bool kScaledByMean<Int1> = true;
+
 }  // namespace block_math
 
 #endif

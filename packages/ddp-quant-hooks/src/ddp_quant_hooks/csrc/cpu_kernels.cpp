@@ -82,8 +82,33 @@ __attribute__((target("avx2"))) inline void write_32(const float* values, float 
 }
 #endif
 
+// The mean magnitude: sums of values half of the block apart, then a quarter, and so on.
+BLOCK_MATH float mean_magnitude_of(const float* __restrict values, int64_t block) {
+    alignas(64) float sums[kMostBlock / 2];
+    float share = 1.0f / static_cast<float>(block);
+    for (int64_t i = 0; i < block / 2; ++i)
+        sums[i] = std::abs(values[i]) * share + std::abs(values[block / 2 + i]) * share;
+    for (int64_t half = block / 4; half; half /= 2)
+        for (int64_t i = 0; i < half; ++i) sums[i] += sums[half + i];
+    return sums[0];
+}
+
+// Writes the signs of a block.
+BLOCK_MATH void write_signs(const float* __restrict values, int64_t half, uint8_t* __restrict payload) {
+    for (int64_t i = 0; i < half; i += 4) {
+#if defined(__x86_64__)
+        int first = _mm_movemask_ps(_mm_loadu_ps(values + i)), second = _mm_movemask_ps(_mm_loadu_ps(values + half + i));
+        payload[i / 4] = static_cast<uint8_t>(first | second << 4);
+#else
+        payload[i / 4] = 0;
+        for (int64_t j = i; j < i + 4; ++j) Int1::write(payload, j, half, values[j], values[half + j]);
+#endif
+    }
+}
+
 template <class Numbers, int kLanes>
 BLOCK_MATH void write_numbers(const float* __restrict values, int64_t half, Encoding by, uint8_t* __restrict payload) {
+    if constexpr (Numbers::bytes(8) == 1) return write_signs(values, half, payload);
     auto unshifted = [=](int64_t i) __attribute__((always_inline)) { return values[i] * by.inverse; };
     auto shifted = [=](int64_t i) __attribute__((always_inline)) { return scaled(values[i], by); };
     if (by.shift != 1.0f) return write_scaled<Numbers>(half, shifted, payload);
@@ -97,8 +122,23 @@ BLOCK_MATH void write_numbers(const float* __restrict values, int64_t half, Enco
     write_scaled<Numbers>(half, unshifted, payload);
 }
 
+// Writes the scale with the signs of a block, four at a time.
+BLOCK_MATH void decode_signs(const uint8_t* __restrict payload, int64_t half, float scale, float* __restrict values) {
+    using Bits = cpu_rotation::Vectors<4>::Bits;
+    constexpr Bits kFirst = {1, 2, 4, 8}, kSecond = {16, 32, 64, 128};
+    Bits plain = Bits{} + bits_of(scale);
+    for (int64_t i = 0; i < half; i += 4) {
+        Bits signs = Bits{} + payload[i / 4];
+        Bits first = reinterpret_cast<Bits>((signs & kFirst) == kFirst) << 31 ^ plain;
+        Bits second = reinterpret_cast<Bits>((signs & kSecond) == kSecond) << 31 ^ plain;
+        memcpy(values + i, &first, sizeof first);
+        memcpy(values + half + i, &second, sizeof second);
+    }
+}
+
 template <class Numbers>
 BLOCK_MATH void decode_numbers(const uint8_t* __restrict payload, int64_t half, float scale, float* __restrict values) {
+    if constexpr (Numbers::bytes(8) == 1) return decode_signs(payload, half, scale, values);
     float step = 1.0f / Numbers::kLevels;
     for (int64_t i = 0; i < half; ++i) values[i] = decoded(Numbers::first(payload, i, half), step, scale);
     for (int64_t i = 0; i < half; ++i) values[half + i] = decoded(Numbers::second(payload, i, half), step, scale);
@@ -125,6 +165,8 @@ BLOCK_MATH void encode_block(const float* __restrict values, int64_t block, int6
     int64_t half = block / 2;
     int32_t largest = largest_of(values, block);
     Encoding by = encoding_of(largest, Numbers::kLevels);
+    if constexpr (kScaledByMean<Numbers>)
+        if (is_finite(by.scale)) by.scale = mean_magnitude_of(values, block);
     if (largest == 0 || largest >= kInfinityBits) {
         memcpy(scale, &by.scale, 4);
         std::fill_n(payload, Numbers::bytes(block), uint8_t{0});
@@ -170,6 +212,12 @@ BLOCK_MATH void include(const uint8_t* __restrict payload, int64_t half, float s
                         float* __restrict mean) {
     if (before == 0) return decode_numbers<Numbers>(payload, half, scale, mean);
     float step = 1.0f / Numbers::kLevels, weight = 1.0f / static_cast<float>(before + 1);
+    if constexpr (Numbers::bytes(8) == 1) {
+        alignas(64) float values[kMostBlock];
+        decode_signs(payload, half, scale, values);
+        for (int64_t i = 0; i < 2 * half; ++i) mean[i] = running_mean(mean[i], values[i], weight);
+        return;
+    }
     for (int64_t i = 0; i < half; ++i)
         mean[i] = running_mean(mean[i], decoded(Numbers::first(payload, i, half), step, scale), weight);
     for (int64_t i = 0; i < half; ++i)
@@ -231,11 +279,11 @@ BLOCK_MATH void store(const float* __restrict values, int64_t count, typename Va
 // ---- the same, once for every instruction set ----
 
 enum Dtype { kFloat32, kBFloat16, kFloat16 };
-enum Format { kInt8, kInt4, kFp16 };
+enum Format { kInt8, kInt4, kFp16, kInt1 };
 
 struct BlockKernels {  // by format, and by dtype
-    void (*encode[3])(const float*, int64_t, int64_t, bool, uint8_t*, uint8_t*, const uint16_t*, uint16_t*);
-    void (*mean[3])(const Work&, int64_t, int64_t, float*);
+    void (*encode[4])(const float*, int64_t, int64_t, bool, uint8_t*, uint8_t*, const uint16_t*, uint16_t*);
+    void (*mean[4])(const Work&, int64_t, int64_t, float*);
     void (*load[3])(const void*, const uint16_t*, int64_t, float*);
     void (*store[3])(const float*, int64_t, void*);
 };
@@ -278,8 +326,8 @@ struct LowRankKernels {  // by dtype; each does some rows, or columns, of a matr
     TARGET void store(const float* values, int64_t count, void* tensor) {                                      \
         ::store<Value>(values, count, static_cast<typename Value::Stored*>(tensor));                           \
     }                                                                                                          \
-    constexpr BlockKernels kernels{{encode<Int8>, encode<Int4>, encode<Fp16>},                                 \
-                                   {mean<Int8>, mean<Int4>, mean<Fp16>},                                       \
+    constexpr BlockKernels kernels{{encode<Int8>, encode<Int4>, encode<Fp16>, encode<Int1>},                   \
+                                   {mean<Int8>, mean<Int4>, mean<Fp16>, mean<Int1>},                           \
                                    {load<Float32>, load<BFloat16>, load<Float16>},                             \
                                    {store<Float32>, store<BFloat16>, store<Float16>}};                         \
     template <class Value>                                                                                     \
@@ -319,7 +367,8 @@ BLOCK_KERNELS(avx512, 16, __attribute__((target("avx512f,avx512bw,avx512dq,avx51
 int64_t blocks_of(int64_t values, int64_t block) { return (values + block - 1) / block; }
 
 int64_t payload_bytes(int format, int64_t values) {
-    return format == kInt8 ? values : format == kInt4 ? values / 2 : 2 * values;
+    constexpr int64_t kBits[] = {8, 4, 16, 1};
+    return values * kBits[format] / 8;
 }
 
 

@@ -55,23 +55,38 @@ BLOCK_MATH void stored(Floats<kLanes> values, float* to) {
     memcpy(to, &values, sizeof values);
 }
 
+// Requests the memory of kRows rows that come next, of the 16 columns from `column` on: while others are computed, as
+// loading does not overlap arithmetic by itself. 64 bytes are a cache line of values, and half of one of bf16.
+template <int kRows>
+BLOCK_MATH void request_rows(const Work& work, int64_t value_bytes, int64_t row, int64_t column) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kRows; ++i) {
+        int64_t at = (row + i) * work.columns + column;
+        __builtin_prefetch(static_cast<const char*>(work.values) + at * value_bytes);
+        if (column % 32 == 0) __builtin_prefetch(work.residual + at);
+    }
+}
+
 // Writes `count` elements of the matrix, from row `row` and column `column` on, and zeros up to a multiple of 16.
 template <class Value>
 BLOCK_MATH void load_matrix(const Work& work, int64_t row, int64_t column, int64_t count, float* __restrict to) {
     int64_t start = row * work.columns + column;
     auto values = static_cast<const typename Value::Stored*>(work.values) + start;
-    if (work.residual)
-        for (int64_t i = 0; i < count; ++i) to[i] = with_residual(Value::widen(values[i]), work.residual[start + i]);
-    else
+    if (work.residual) {
+        const uint16_t* residual = work.residual + start;
+        for (int64_t i = 0; i < count; ++i) to[i] = with_residual(Value::widen(values[i]), residual[i]);
+    } else {
         for (int64_t i = 0; i < count; ++i) to[i] = Value::widen(values[i]);
+    }
     for (int64_t i = count; i % kSums; ++i) to[i] = 0.0f;
 }
 
 // ---- sums[k][row] = matrix[row] . right[k] ----
 
 // Adds products of a tile of some rows and some factor columns to their 16 sums.
-template <int kLanes, int kRows, int kFactors>
-BLOCK_MATH void add_products(const float* matrix, const float* right, int64_t columns, float* sums, int64_t rank) {
+template <int kLanes, int kRows, int kFactors, class Request>
+BLOCK_MATH void add_products(const float* matrix, const float* right, int64_t columns, float* sums, int64_t rank,
+                             Request request) {
     constexpr int kVectors = kSums / kLanes;
     for (int part = 0; part < kVectors; ++part) {
         Floats<kLanes> sum[kRows][kFactors];
@@ -81,6 +96,7 @@ BLOCK_MATH void add_products(const float* matrix, const float* right, int64_t co
             for (int k = 0; k < kFactors; ++k)
                 sum[row][k] = loaded<kLanes>(sums + (row * rank + k) * kSums + part * kLanes);
         for (int64_t i = part * kLanes; i < columns; i += kSums) {
+            if (part == 0) request(i);
             Floats<kLanes> factor[kFactors];
 #pragma GCC unroll 4
             for (int k = 0; k < kFactors; ++k) factor[k] = loaded<kLanes>(right + k * kTile + i);
@@ -119,10 +135,21 @@ BLOCK_MATH void multiply(const Work& work, int64_t first, int64_t last) {
             for (int64_t i = 0; i < rows; ++i) load_matrix<Value>(work, row + i, column, columns, matrix + i * kTile);
             const float* factors = right.data() + tile * rank * kTile;
             float* to = sums.data();
+            auto next = [&](int64_t i) __attribute__((always_inline)) {
+                request_rows<kRowsAtOnce>(work, sizeof(typename Value::Stored), row + kRowsAtOnce, column + i);
+            };
+            auto nothing = [](int64_t) {};
+            if (rank >= 4) {
+                add_products<kLanes, kRowsAtOnce, 4>(matrix, factors, columns, to, rank, next);
+                k = 4;
+            } else {
+                add_products<kLanes, kRowsAtOnce, 1>(matrix, factors, columns, to, rank, next);
+                k = 1;
+            }
             for (; k + 4 <= rank; k += 4)
-                add_products<kLanes, kRowsAtOnce, 4>(matrix, factors + k * kTile, columns, to + k * kSums, rank);
+                add_products<kLanes, kRowsAtOnce, 4>(matrix, factors + k * kTile, columns, to + k * kSums, rank, nothing);
             for (; k < rank; ++k)
-                add_products<kLanes, kRowsAtOnce, 1>(matrix, factors + k * kTile, columns, to + k * kSums, rank);
+                add_products<kLanes, kRowsAtOnce, 1>(matrix, factors + k * kTile, columns, to + k * kSums, rank, nothing);
         }
         for (int64_t i = 0; i < rows; ++i)
             for (int64_t k = 0; k < rank; ++k) {
@@ -137,14 +164,16 @@ BLOCK_MATH void multiply(const Work& work, int64_t first, int64_t last) {
 // ---- sums[k] = left[k] . matrix ----
 
 // Adds the products of kRowsAtOnce rows of a tile and kFactors factor columns, row after row.
-template <int kLanes, int kFactors>
-BLOCK_MATH void add_rows(const float* matrix, const float* left, int64_t rows_of_left, int64_t columns, float* sums) {
+template <int kLanes, int kFactors, class Request>
+BLOCK_MATH void add_rows(const float* matrix, const float* left, int64_t rows_of_left, int64_t columns, float* sums,
+                         Request request) {
     Floats<kLanes> weight[kFactors][kRowsAtOnce];
 #pragma GCC unroll 4
     for (int k = 0; k < kFactors; ++k)
 #pragma GCC unroll 4
         for (int row = 0; row < kRowsAtOnce; ++row) weight[k][row] = Floats<kLanes>{} + left[k * rows_of_left + row];
     for (int64_t i = 0; i < columns; i += kLanes) {
+        if (i % kSums == 0) request(i);
         Floats<kLanes> sum[kFactors];
 #pragma GCC unroll 4
         for (int k = 0; k < kFactors; ++k) sum[k] = loaded<kLanes>(sums + k * kTile + i);
@@ -181,11 +210,20 @@ BLOCK_MATH void multiply_transposed(const Work& work, int64_t first, int64_t las
                         std::fill_n(matrix + i * kTile, kTile, 0.0f);
                 const float* weights = left.data() + row;
                 float* to = sums.data();
-                int64_t k = 0;
+                auto next = [&](int64_t i) __attribute__((always_inline)) {
+                    int64_t following = block + row + kRowsAtOnce;
+                    request_rows<kRowsAtOnce>(work, sizeof(typename Value::Stored), following, column + i);
+                };
+                auto nothing = [](int64_t) {};
+                int64_t k = rank >= 2 ? 2 : 1;
+                if (rank >= 2)
+                    add_rows<kLanes, 2>(matrix, weights, kRowsOfSum, columns, to, next);
+                else
+                    add_rows<kLanes, 1>(matrix, weights, kRowsOfSum, columns, to, next);
                 for (; k + 2 <= rank; k += 2)
-                    add_rows<kLanes, 2>(matrix, weights + k * kRowsOfSum, kRowsOfSum, columns, to + k * kTile);
+                    add_rows<kLanes, 2>(matrix, weights + k * kRowsOfSum, kRowsOfSum, columns, to + k * kTile, nothing);
                 for (; k < rank; ++k)
-                    add_rows<kLanes, 1>(matrix, weights + k * kRowsOfSum, kRowsOfSum, columns, to + k * kTile);
+                    add_rows<kLanes, 1>(matrix, weights + k * kRowsOfSum, kRowsOfSum, columns, to + k * kTile, nothing);
             }
             for (int64_t k = 0; k < rank; ++k) {
                 float* total = work.sums + k * work.columns + column;
@@ -197,10 +235,54 @@ BLOCK_MATH void multiply_transposed(const Work& work, int64_t first, int64_t las
 
 // ---- matrix = left . mean_right, and what is left of the rank's own: matrix - left . right ----
 
-template <int kLanes, class Value>
-BLOCK_MATH void restore(const Work& work, int64_t first, int64_t last) {
+// Writes products of two rows of the left factor with a tile of both right factors, which are next to each other.
+template <int kLanes, class Request>
+BLOCK_MATH void multiply_factors(const float* left, const float* factors, int64_t columns, int64_t rank, float* own,
+                                 float* mean, Request request) {
     constexpr int kVectors = 2;
     constexpr int64_t kColumns = kVectors * kLanes;
+    for (int64_t column = 0; column < columns; column += kColumns) {
+        request(column);
+        Floats<kLanes> of_own[2][kVectors] = {}, of_mean[2][kVectors] = {};
+        const float* from = factors + 2 * column * rank;
+        for (int64_t k = 0; k < rank; ++k, from += 2 * kColumns) {
+            Floats<kLanes> weight[2] = {Floats<kLanes>{} + left[2 * k], Floats<kLanes>{} + left[2 * k + 1]};
+#pragma GCC unroll 2
+            for (int i = 0; i < kVectors; ++i) {
+                Floats<kLanes> right = loaded<kLanes>(from + i * kLanes);
+                Floats<kLanes> mean_right = loaded<kLanes>(from + kColumns + i * kLanes);
+                of_own[0][i] += weight[0] * right;
+                of_own[1][i] += weight[1] * right;
+                of_mean[0][i] += weight[0] * mean_right;
+                of_mean[1][i] += weight[1] * mean_right;
+            }
+        }
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; ++i)
+#pragma GCC unroll 2
+            for (int part = 0; part < kVectors; ++part) {
+                stored<kLanes>(of_own[i][part], own + i * kTile + column + part * kLanes);
+                stored<kLanes>(of_mean[i][part], mean + i * kTile + column + part * kLanes);
+            }
+    }
+}
+
+// Writes the mean to a part of a row, and to the residual what `own` leaves of the values and the residual before.
+template <class Value>
+BLOCK_MATH void restore_part(typename Value::Stored* __restrict values, const uint16_t* __restrict residual,
+                             uint16_t* __restrict new_residual, const float* __restrict own,
+                             const float* __restrict mean, int64_t count) {
+    if (residual)
+        for (int64_t i = 0; i < count; ++i)
+            new_residual[i] = bfloat16_of(with_residual(Value::widen(values[i]), residual[i]) - own[i]);
+    else
+        for (int64_t i = 0; i < count; ++i) new_residual[i] = bfloat16_of(Value::widen(values[i]) - own[i]);
+    for (int64_t i = 0; i < count; ++i) values[i] = Value::narrow(mean[i] == mean[i] ? mean[i] : quiet_nan());
+}
+
+template <int kLanes, class Value>
+BLOCK_MATH void restore(const Work& work, int64_t first, int64_t last) {
+    constexpr int64_t kColumns = 2 * kLanes;
     int64_t rank = work.rank, padded = (work.columns + kColumns - 1) / kColumns * kColumns;
     // Both right factors next to each other, padded with zeros.
     std::vector<float> factors(static_cast<size_t>(2 * rank * padded));
@@ -212,45 +294,28 @@ BLOCK_MATH void restore(const Work& work, int64_t first, int64_t last) {
             std::copy_n(work.mean_right + k * work.columns + column, count, to + kColumns);
         }
     std::vector<float> left(static_cast<size_t>(2 * rank));
-    alignas(64) float own[2][kColumns], mean[2][kColumns];
+    alignas(64) float own[2 * kTile], mean[2 * kTile];
     for (int64_t row = first; row < last; row += 2) {
         int64_t rows = std::min<int64_t>(2, last - row);
         for (int64_t k = 0; k < rank; ++k)
             for (int64_t i = 0; i < rows; ++i)
                 left[static_cast<size_t>(2 * k + i)] = work.left[k * work.rows + row + i];
-        for (int64_t column = 0; column < work.columns; column += kColumns) {
-            Floats<kLanes> of_own[2][kVectors] = {}, of_mean[2][kVectors] = {};
-            const float* from = factors.data() + 2 * column * rank;
-            for (int64_t k = 0; k < rank; ++k, from += 2 * kColumns) {
-                Floats<kLanes> weight[2] = {Floats<kLanes>{} + left[static_cast<size_t>(2 * k)],
-                                            Floats<kLanes>{} + left[static_cast<size_t>(2 * k + 1)]};
-#pragma GCC unroll 2
-                for (int i = 0; i < kVectors; ++i) {
-                    Floats<kLanes> right = loaded<kLanes>(from + i * kLanes);
-                    Floats<kLanes> mean_right = loaded<kLanes>(from + kColumns + i * kLanes);
-                    of_own[0][i] += weight[0] * right;
-                    of_own[1][i] += weight[1] * right;
-                    of_mean[0][i] += weight[0] * mean_right;
-                    of_mean[1][i] += weight[1] * mean_right;
+        for (int64_t column = 0; column < work.columns; column += kTile) {
+            int64_t count = std::min(kTile, work.columns - column);
+            auto next = [&](int64_t i) __attribute__((always_inline)) {
+                for (int64_t j = 0; j < kColumns; j += kSums) {
+                    request_rows<2>(work, sizeof(typename Value::Stored), row + 2, column + i + j);
+                    if ((i + j) % 32 == 0)
+                        for (int64_t k = row + 2; k < row + 4; ++k)
+                            __builtin_prefetch(work.new_residual + k * work.columns + column + i + j, 1);
                 }
-            }
-#pragma GCC unroll 2
-            for (int i = 0; i < 2; ++i)
-#pragma GCC unroll 2
-                for (int part = 0; part < kVectors; ++part) {
-                    stored<kLanes>(of_own[i][part], own[i] + part * kLanes);
-                    stored<kLanes>(of_mean[i][part], mean[i] + part * kLanes);
-                }
-            int64_t count = std::min(kColumns, work.columns - column);
+            };
+            multiply_factors<kLanes>(left.data(), factors.data() + 2 * column * rank, count, rank, own, mean, next);
             for (int64_t i = 0; i < rows; ++i) {
                 int64_t start = (row + i) * work.columns + column;
-                auto values = static_cast<typename Value::Stored*>(work.values) + start;
-                for (int64_t j = 0; j < count; ++j) {
-                    float value = Value::widen(values[j]);
-                    if (work.residual) value = with_residual(value, work.residual[start + j]);
-                    work.new_residual[start + j] = bfloat16_of(value - own[i][j]);
-                    values[j] = Value::narrow(mean[i][j] == mean[i][j] ? mean[i][j] : quiet_nan());
-                }
+                restore_part<Value>(static_cast<typename Value::Stored*>(work.values) + start,
+                                    work.residual ? work.residual + start : nullptr, work.new_residual + start,
+                                    own + i * kTile, mean + i * kTile, count);
             }
         }
     }

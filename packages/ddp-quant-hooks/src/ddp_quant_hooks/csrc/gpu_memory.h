@@ -36,10 +36,14 @@ BLOCK_MATH void store_piece(void* memory, const Piece<kBytes>& piece) {
     *static_cast<Piece<kBytes>*>(memory) = piece;
 }
 
-// Copies whole words between memory and registers. kAligned: memory is a multiple of kBytes, or of 16.
+// Copies whole words, or less than one, between memory and registers. kAligned: memory is a multiple of kBytes, or of 16.
 template <int kBytes, bool kAligned>
 BLOCK_MATH void read(void* registers, const void* memory) {
-    constexpr int kPiece = kBytes < 16 ? kBytes : 16;
+    if constexpr (kBytes < 4) {
+        memcpy(registers, memory, kBytes);
+        return;
+    }
+    constexpr int kPiece = kBytes < 4 ? 4 : kBytes < 16 ? kBytes : 16;
     auto target = static_cast<Piece<kPiece>*>(registers);
     auto source = static_cast<const uint8_t*>(memory);
     #pragma unroll
@@ -51,7 +55,11 @@ BLOCK_MATH void read(void* registers, const void* memory) {
 
 template <int kBytes, bool kAligned>
 BLOCK_MATH void write(void* memory, const void* registers) {
-    constexpr int kPiece = kBytes < 16 ? kBytes : 16;
+    if constexpr (kBytes < 4) {
+        memcpy(memory, registers, kBytes);
+        return;
+    }
+    constexpr int kPiece = kBytes < 4 ? 4 : kBytes < 16 ? kBytes : 16;
     auto target = static_cast<uint8_t*>(memory);
     auto source = static_cast<const Piece<kPiece>*>(registers);
     #pragma unroll

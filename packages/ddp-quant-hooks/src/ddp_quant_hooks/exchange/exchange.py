@@ -57,8 +57,10 @@ class Task:
         return {"residual": residual, "new_residual": new_residual}
 
 
-def average(group: dist.ProcessGroup, task: Task, values: Values, scratches: list[Scratch]) -> None:
-    """Average ``values`` in place; all ranks end with the same bits.
+def average_in_parts(
+    group: dist.ProcessGroup, task: Task, values: Values, scratches: list[Scratch]
+) -> Exchange:
+    """Average ``values`` in place; all ranks end with the same bits. Pauses where it only waits for messages.
 
     Args:
         group: The process group whose ranks average.
@@ -72,7 +74,7 @@ def average(group: dist.ProcessGroup, task: Task, values: Values, scratches: lis
         return of_chunk.all_reduce(chunk.stage, values.parts(chunk.span))
 
     values.mark_written()
-    _take_turns(task.plan, exchange, scratches, values.device)
+    return _take_turns(task.plan, exchange, scratches, values.device)
 
 
 def reduce_scatter(
@@ -99,7 +101,8 @@ def reduce_scatter(
         return of_chunk.reduce_scatter(chunk, rows[:, part], mean[part])
 
     Values([mean]).mark_written()
-    _take_turns(task.plan, exchange, scratches, mean.device)
+    for _ in _take_turns(task.plan, exchange, scratches, mean.device):
+        pass
 
 
 def _take_turns(
@@ -107,10 +110,11 @@ def _take_turns(
     exchange: Callable[[int, Chunk, Scratch], Exchange],
     scratches: list[Scratch],
     device: torch.device,
-) -> None:
+) -> Exchange:
     """Run the exchanges of all chunks as in a pipeline, in the same order on all ranks.
 
     The next one is started before older ones are resumed, so that the network is busy while they compute.
+    Pauses when all are started.
     """
 
     def run(number: int, chunk: Chunk) -> Exchange:
@@ -123,6 +127,7 @@ def _take_turns(
     for new in starmap(run, enumerate(plan.chunks)):
         running = [one for one in [new, *running] if _resume(one)]
     while running:
+        yield
         running = [one for one in running if _resume(one)]
 
 

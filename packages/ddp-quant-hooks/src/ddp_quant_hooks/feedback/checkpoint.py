@@ -206,15 +206,17 @@ def on_every_rank(group: dist.ProcessGroup, call: str) -> Iterator[None]:
     require_same_tensors(group, TensorClaim([], call), problem)
 
 
-def parts(gathered: object, world_size: int) -> list[Any]:
-    """Return the residuals of each rank."""
+def ranks_of(gathered: object) -> list[Any]:
+    """Return the residuals of each rank that has saved some.
+
+    Raises:
+        TypeError: They are something else.
+    """
     ranks = gathered.get("ranks") if isinstance(gathered, dict) else None
-    if not isinstance(ranks, list):
+    if not (isinstance(ranks, list) and ranks):
         raise TypeError(
             f"scatter_state_dict() takes what gather_state_dict() returned, got a {type(gathered).__name__}"
         )
-    if len(ranks) != world_size:
-        raise ValueError(f"these are the residuals of {len(ranks)} ranks, but the group has {world_size}")
     return ranks
 
 

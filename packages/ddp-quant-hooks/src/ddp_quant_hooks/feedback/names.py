@@ -68,9 +68,14 @@ class ModelNames:
         bound = self._bound.items()  # type: ignore[no-untyped-call]
         return {**{name: parameter for parameter, name in bound}, **names}
 
+    def find(self, parameter: torch.Tensor) -> str | None:
+        """Return the name of a parameter of the bound model; ``None``: it has no such parameter."""
+        name: str | None = self._bound.get(parameter, None)  # type: ignore[no-untyped-call]
+        return name
+
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the name of a parameter of the bound model, or its shape; for messages."""
-        name = self._bound.get(parameter, None)  # type: ignore[no-untyped-call]
+        name = self.find(parameter)
         return f"of shape {tuple(parameter.shape)}" if name is None else repr(name)
 
 

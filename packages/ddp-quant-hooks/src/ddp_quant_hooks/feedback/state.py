@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from abc import abstractmethod
 from collections import Counter
@@ -266,12 +267,54 @@ class FeedbackState(HookState):
         group, call = self.process_group, f"scatter_state_dict(src={src})"
         with on_every_rank(group, call):
             me, source = group.rank(), group_rank(group, src)
-            parts = checkpoint.parts(gathered, group.size()) if me == source else []
+            parts = self._parts(gathered) if me == source else []
             files = {rank: checkpoint.file_bytes(part) for rank, part in enumerate(parts) if rank != me}
         arrived = checkpoint.exchange(group, files, call)
         with on_every_rank(group, call):
             saved = self._read(parts[me] if me == source else arrived[source], model)
         self._take_over(saved)
+
+    def _parts(self, gathered: object) -> list[Any]:
+        """Return the part of each rank of what was gathered, for :meth:`scatter_state_dict`.
+
+        Raises:
+            TypeError: It is something else.
+            ValueError: It is of another number of ranks.
+        """
+        saved, ranks = checkpoint.ranks_of(gathered), self.process_group.size()
+        if len(saved) != ranks:
+            raise ValueError(f"these are the residuals of {len(saved)} ranks, but the group has {ranks}")
+        return saved
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all residuals by a factor: those of losses that are scaled, when the scale changes.
+
+        Residuals are in the unit of the gradients that left them. Call this on every rank where
+        ``GradScaler.update()`` has changed the scale, with the new scale divided by the old one; without it,
+        what one step has left out counts as much too little, or too much, once. A power of two, as scales
+        are, loses nothing.
+
+        Args:
+            factor: A positive number.
+
+        Raises:
+            TypeError: ``factor`` is not a number.
+            ValueError: It is not positive, or not finite.
+            RuntimeError: Inside ``backward()``.
+
+        Example:
+            >>> before = scaler.get_scale()  # doctest: +SKIP
+            >>> scaler.update()  # doctest: +SKIP
+            >>> state.rescale(scaler.get_scale() / before)  # doctest: +SKIP
+        """
+        _refuse_inside_backward("rescale()")
+        if not isinstance(factor, (int, float)):
+            raise TypeError(f"factor must be a number, got {type(factor).__name__}")
+        if not 0 < factor < math.inf:
+            raise ValueError(f"factor must be positive and finite, got {factor!r}")
+        if factor != 1:
+            self.wait()
+            self.feedback.multiply(factor)
 
     def _read(self, state: dict[str, Any], model: torch.nn.Module | None) -> Saved:
         """Return what :meth:`load_state_dict` would take over. Raises what that raises; changes nothing."""

@@ -217,6 +217,15 @@ class Feedback:
         self._step, self._written = None, []
         self.origin = "none"
 
+    def multiply(self, factor: float) -> None:
+        """Multiply all that is kept, and what the last step has written. All jobs must have run."""
+        buckets = {id(member.bucket): member.bucket for member in self._members.values()}
+        for bucket in buckets.values():
+            for residual in bucket.slots.values():
+                residual.last *= factor
+                if residual.next is not None:
+                    residual.next *= factor
+
     def load(self, residuals: Sequence[tuple[Owner, OwnerResiduals]], steps: int) -> None:
         """Replace everything with copies of saved residuals. All jobs must have run."""
         loaded = [

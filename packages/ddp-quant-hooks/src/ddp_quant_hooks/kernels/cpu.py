@@ -19,7 +19,7 @@ LIBRARY_VARIABLE = "DDP_QUANT_HOOKS_LIBRARY"
 """The environment variable that names another library, such as one built with sanitizers."""
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_FORMATS = {"int8": 0, "int4": 1, "fp16": 2}
+_FORMATS = {"int8": 0, "int4": 1, "fp16": 2, "int1": 3}
 
 _ENCODE, _REDUCE, _DECODE = range(3)
 _MULTIPLY, _MULTIPLY_TRANSPOSED, _RESTORE, _FIND_BASIS, _FOLLOW = range(5)

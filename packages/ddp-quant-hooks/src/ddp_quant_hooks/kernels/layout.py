@@ -10,12 +10,12 @@ import torch
 WIRE_VERSION = 4
 """Version of the message format and of how values are chunked and sharded, equal on all ranks."""
 
-Format: TypeAlias = Literal["int8", "int4", "fp16", "bfloat16", "float16"]
+Format: TypeAlias = Literal["int8", "int4", "fp16", "int1", "bfloat16", "float16"]
 """What a value becomes, relative to the largest magnitude of its block: an integer from -127 to 127 or
-from -7 to 7, or a 16-bit float from -1 to 1. With ``"bfloat16"`` and ``"float16"``: itself, in 16 bits,
-relative to nothing."""
+from -7 to 7, or a 16-bit float from -1 to 1. With ``"int1"``: its sign, relative to the mean magnitude. With
+``"bfloat16"`` and ``"float16"``: itself, in 16 bits, relative to nothing."""
 
-_BITS = {"int8": 8, "int4": 4, "fp16": 16, "bfloat16": 16, "float16": 16}
+_BITS = {"int8": 8, "int4": 4, "fp16": 16, "int1": 1, "bfloat16": 16, "float16": 16}
 _FLOATS: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 SCALE_BYTES = 4
@@ -57,7 +57,7 @@ class Layout:
             raise ValueError(f"format must be one of {', '.join(_BITS)}, got {self.format!r}")
         if self.block_size not in _BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {_BLOCK_SIZES}, got {self.block_size!r}")
-        if self.rotate and _BITS[self.format] == 16:
+        if self.rotate and self.format not in {"int8", "int4"}:
             raise ValueError(f"rotate needs a format of integers, got {self.format!r}")
 
     @property
@@ -84,8 +84,8 @@ class Layout:
     def scales(self, message: torch.Tensor, values: int) -> torch.Tensor:
         """Return the fp32 scales in a message: the largest magnitude of each block, NaN if not finite.
 
-        For a rotated block, it is the largest magnitude of its rotated values, with a minus sign. A message
-        of values that are relative to nothing has none.
+        For a rotated block, it is the largest magnitude of its rotated values, with a minus sign; with
+        ``"int1"``, the mean magnitude. A message of values that are relative to nothing has none.
         """
         start = self.payload_bytes(values)
         return message[start : start + SCALE_BYTES * self.blocks(values)].view(torch.float32)

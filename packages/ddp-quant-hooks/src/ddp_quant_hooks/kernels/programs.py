@@ -30,7 +30,7 @@ CACHE_VARIABLE = "DDP_QUANT_HOOKS_CACHE"
 """The environment variable that names another folder for compiled kernels."""
 
 _SOURCES = Path(__file__).parents[1] / "csrc"
-_NUMBERS = {"int8": "Int8", "int4": "Int4", "fp16": "Fp16"}
+_NUMBERS = {"int8": "Int8", "int4": "Int4", "fp16": "Fp16", "int1": "Int1"}
 _VALUES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
 # As in csrc/block_kernels.cu and csrc/affine_kernels.cu; every program asserts that both agree.

@@ -27,11 +27,13 @@ __all__ = [
     "run",
 ]
 
-_LEVELS = {"int8": 127.0, "int4": 7.0, "fp16": 1.0}
+_LEVELS = {"int8": 127.0, "int4": 7.0, "fp16": 1.0, "int1": 1.0}
 _NAN_BITS = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
 _INFINITY_BITS = 0x7F800000
 _SHRINK = 0.25
 _LARGEST = torch.finfo(torch.float32).max
+_PLACES = torch.arange(8, dtype=torch.uint8, device="cpu")
+"""Of the signs in a byte: of four neighbors in the first half of a block, and of four in the second."""
 
 
 @torch.no_grad()
@@ -85,8 +87,10 @@ def _encode_blocks(
     largest = blocks.abs().view(torch.int32).amax(1, keepdim=True)
     finite = largest < _INFINITY_BITS
     has_numbers = finite & (largest > 0)
-    scale = torch.where(finite, largest.view(torch.float32), torch.nan)
-    scaled = torch.where(has_numbers, _scale(blocks, scale, levels), 0.0)
+    sent_scale = _mean_magnitude(blocks) if layout.format == "int1" else largest.view(torch.float32)
+    scale = torch.where(finite, sent_scale, torch.nan)
+    scaled = blocks if layout.format == "int1" else _scale(blocks, scale, levels)
+    scaled = torch.where(has_numbers, scaled, 0.0)
     if layout.rotate:
         rotated, sent = rotation.rotate_where_it_pays(blocks, scale, levels)
         from_rotated = torch.where(sent < 0, _scale(rotated, -sent, levels), 0.0)
@@ -104,6 +108,15 @@ def _encode_blocks(
         kept = torch.zeros_like(lost) if residual is None else _in_blocks(residual, layout)
         lost = torch.where(has_numbers, lost, torch.where(finite, 0.0, kept))
         new_residual.copy_(lost.flatten()[:count])
+
+
+def _mean_magnitude(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the mean magnitude of each block, in a column: sums of values half of them apart."""
+    sums = blocks.abs() * (1.0 / blocks.shape[1])
+    while sums.shape[1] > 1:
+        low, high = sums.chunk(2, 1)
+        sums = low + high
+    return sums
 
 
 def _scale(blocks: torch.Tensor, scale: torch.Tensor, levels: float) -> torch.Tensor:
@@ -141,6 +154,9 @@ def _payload(scaled: torch.Tensor, kind: Format) -> torch.Tensor:
     """Return the bytes of numbers in blocks."""
     if kind == "fp16":
         return scaled.half().flatten().view(torch.uint8)
+    if kind == "int1":
+        bits = scaled.signbit().view(len(scaled), 2, -1, 4).transpose(1, 2).reshape(len(scaled), -1, 8)
+        return (bits.to(torch.uint8) << _PLACES.to(scaled.device)).sum(2, dtype=torch.uint8).flatten()
     numbers = scaled.round().to(torch.int8).view(torch.uint8)
     if kind == "int4":
         low, high = numbers.chunk(2, 1)
@@ -155,6 +171,10 @@ def _numbers(message: torch.Tensor, layout: Layout, count: int) -> torch.Tensor:
         return payload.view(torch.float16).view(-1, layout.block_size).float()
     if layout.format == "int8":
         return payload.view(torch.int8).view(-1, layout.block_size).float()
+    if layout.format == "int1":
+        bits = (payload.view(-1, layout.block_size // 8, 1) >> _PLACES.to(payload.device)) & 1
+        halves = bits.view(len(bits), -1, 2, 4).transpose(1, 2).reshape(len(bits), -1)
+        return 1.0 - 2.0 * halves.float()
     both = payload.view(-1, layout.block_size // 2)
     halves = torch.cat([both & 15, both >> 4], 1)
     return (halves ^ 8).float() - 8.0

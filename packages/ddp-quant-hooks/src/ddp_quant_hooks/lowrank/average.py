@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.averaging import Average
+from ddp_quant_hooks.averaging import Average, Parts
 from ddp_quant_hooks.exchange import exchange
 from ddp_quant_hooks.exchange.exchange import NotFinite, Task
 from ddp_quant_hooks.exchange.plan import Plan
 from ddp_quant_hooks.exchange.planner import plan_average
 from ddp_quant_hooks.exchange.spans import Span
-from ddp_quant_hooks.exchange.values import Values
+from ddp_quant_hooks.exchange.values import Values, put_back
 from ddp_quant_hooks.feedback.residuals import BucketResiduals, Owner, Slot, owner_length
-from ddp_quant_hooks.feedback.step import Step, value_count
+from ddp_quant_hooks.feedback.step import Step
 from ddp_quant_hooks.feedback.store import Feedback
-from ddp_quant_hooks.kernels import VALUE_DTYPES
+from ddp_quant_hooks.kernels import VALUE_DTYPES, Layout
 from ddp_quant_hooks.kernels.rotation import signs
-from ddp_quant_hooks.lowrank.factors import Arrangement, Factors, arrange, matrix_shape
+from ddp_quant_hooks.lowrank.exact_names import ExactNames
+from ddp_quant_hooks.lowrank.factors import Arrangement, Factors, RankRule, arrange, matrix_shape
 from ddp_quant_hooks.options import Options
 from ddp_quant_hooks.statistics import BucketCounter
 
-SLOTS = ("own", "factor")
-"""What is kept from step to step: what was left of this rank's own values, and the right factors."""
+SLOTS = ("own", "factor", "rest")
+"""What is kept from step to step: what was left of this rank's own values, the right factors, and the errors
+of means of rests, if these are sent in one bit."""
+
+ONE_BIT = Layout("int1", 256)
+"""Signs and the mean magnitude of 256 values: 0.14 bytes a value."""
+
+
+@dataclass(frozen=True)
+class LowRankOptions:
+    """What a user decides about factors; see :class:`ddp_quant_hooks.LowRankState`."""
+
+    rank: RankRule
+    residual_bits: Literal[1] | None
+    warm_up_steps: int
+    exact: ExactNames
 
 
 class RoundingErrors:
@@ -35,18 +51,25 @@ class RoundingErrors:
     Args:
         plan: Of the mean.
         device: Where the values are.
+        residuals: Keep the errors of means that this rank computes in the slot ``"rest"``, to be added to the
+            next ones: errors of one bit are too large to be added to this rank's own values. ``None``: they
+            are this rank's loss, too.
     """
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
-        self._slots = plan.slots
-        self._device = device
+    def __init__(self, plan: Plan, device: torch.device, residuals: BucketResiduals | None = None) -> None:
+        self._slots = {
+            name: spans for name, spans in plan.slots.items() if residuals is None or name == "own"
+        }
+        self._residuals, self._device = residuals, device
         self._errors: dict[str, torch.Tensor] = {
             name: torch.zeros(sum(map(len, spans)), dtype=torch.bfloat16, device=device)
-            for name, spans in plan.slots.items()
+            for name, spans in self._slots.items()
         }
 
-    def span(self, slot: str, start: int, length: int) -> tuple[None, torch.Tensor]:
-        """Return memory for the errors of some values; nothing is added to them."""
+    def span(self, slot: str, start: int, length: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return what is added to some values, and memory for their errors."""
+        if self._residuals is not None and slot != "own":
+            return self._residuals.span("rest", start, length)
         return None, self._errors[slot][start : start + length]
 
     def of_own(self, count: int, ranks: int) -> torch.Tensor:
@@ -64,16 +87,22 @@ class LowRankTask:
     """How a bucket is averaged in factors.
 
     Attributes:
-        arrangement: Which of its values have factors.
+        few: Where the values are that are not exact, if some are; else ``None``.
+        exact: The values that are averaged without compression.
+        arrangement: Which of the others have factors.
         plans: Of the mean of the left factors and the rest, and of that of the right factors, if there are
             any.
+        rest_plan: Of the mean of what factors leave out; ``None``: it is not sent.
         residuals: What earlier steps have left, and the right factors.
         not_finite: See :class:`ddp_quant_hooks.exchange.exchange.Task`.
         label: Likewise.
     """
 
+    few: tuple[Span, ...] | None
+    exact: tuple[Span, ...]
     arrangement: Arrangement
     plans: Sequence[Plan]
+    rest_plan: Plan | None
     residuals: BucketResiduals
     not_finite: NotFinite
     label: int
@@ -84,21 +113,29 @@ class LowRank(Average):
 
     Args:
         options: How factors are sent.
-        rank: The number of columns of a factor.
-        warm_up_steps: So many steps send all values in few bits first.
+        own: What only this average has.
         feedback: The residuals of the state, and the right factors.
         counter: Counts what is averaged.
     """
 
+    _pauses = True  # two exchanges follow each other
+
     def __init__(
-        self, options: Options, rank: int, warm_up_steps: int, feedback: Feedback, counter: BucketCounter
+        self, options: Options, own: LowRankOptions, feedback: Feedback, counter: BucketCounter
     ) -> None:
         super().__init__(options, feedback, counter)
-        self._rank, self._warm_up_steps = rank, warm_up_steps
+        self._own = own
 
     def quantizes(self, owners: Sequence[Owner], tensors: Sequence[torch.Tensor], ranks: int) -> bool:
-        """See :meth:`ddp_quant_hooks.averaging.Average.quantizes`: neither small buckets nor fp64."""
-        del owners
+        """See :meth:`ddp_quant_hooks.averaging.Average.quantizes`.
+
+        Neither small buckets, nor exact values alone, nor fp64.
+
+        Raises:
+            ValueError: See :meth:`ExactNames.includes`.
+        """
+        if all(map(self._own.exact.includes, owners)):
+            return False
         nbytes = sum(tensor.nbytes for tensor in tensors)
         return tensors[0].dtype.to_real() in VALUE_DTYPES and nbytes >= self._options.least_bytes(ranks)
 
@@ -122,45 +159,102 @@ class LowRank(Average):
         tensors: Sequence[torch.Tensor],
         label: int,
     ) -> LowRankTask:
-        count, device = sum(map(value_count, tensors)), tensors[0].device
-        arrangement = _arranged(tuple(map(shape_of, owners)), self._rank)
+        few, exact = None, tuple[Span, ...]()
+        if any(map(self._own.exact.includes, owners)):
+            few, exact = split_owners(owners, self._own.exact.includes)
+            owners = [owner for owner in owners if not self._own.exact.includes(owner)]
+        count, device = sum(map(owner_length, owners)), tensors[0].device
+        arrangement = _arranged(tuple(map(shape_of, owners)), self._own.rank)
+        like = torch.empty(0, dtype=torch.float32, device=device)
+        rest_plan = self._plan_of_rest(group, arrangement, like)
         slots = {
             "own": Slot((Span(0, count, 1.0 / group.size()),)),
             "factor": _factor_slot(arrangement, len(owners)),
+            "rest": _rest_slot(arrangement, len(owners), rest_plan),
         }
         residuals = self._feedback.residuals(step, owners, slots, device)
         # Without this step itself: only outside of a pass, as on a rank that has joined, it counts already.
-        if self._feedback.steps - step.counts < self._warm_up_steps:
-            arrangement = Arrangement((), (Span(0, count),))
-        like = torch.empty(0, dtype=torch.float32, device=device)
+        if self._feedback.steps - step.counts < self._own.warm_up_steps:
+            arrangement, rest_plan = Arrangement((), (Span(0, count),)), None
         lengths = filter(None, map(sum, (arrangement.left_lengths, arrangement.right_lengths)))
         plans = [
             self._plan(plan_average, group, length, like, levels=self._options.levels) for length in lengths
         ]
-        return LowRankTask(arrangement, plans, residuals, step.outcome.not_finite, label)
+        not_finite = step.outcome.not_finite
+        return LowRankTask(few, exact, arrangement, plans, rest_plan, residuals, not_finite, label)
 
-    def _average(self, group: dist.ProcessGroup, values: Values, task: LowRankTask) -> tuple[int, int]:
-        factors, plans = _factors_of(values, task), iter(task.plans)
-        lost = self._mean(group, factors.left_row(), task, next(plans))
+    def _average(self, group: dist.ProcessGroup, values: Values, task: LowRankTask) -> Parts[tuple[int, int]]:
+        exact = values.parts_of(task.exact)
+        if exact:
+            mean = Values(exact).to(torch.float32).div_(group.size())
+            dist.all_reduce(mean, group=group)
+            task.not_finite(~mean.isfinite().all())
+            put_back(exact, mean)
+        few = values if task.few is None else Values(values.parts_of(task.few))
+        left_over = None
+        if task.rest_plan is not None:
+            length = sum(task.arrangement.matrix_lengths)
+            left_over = torch.empty(length, dtype=torch.bfloat16, device=values.device)
+        factors, plans = _factors_of(few, task, left_over), iter(task.plans)
+        lost = yield from self._mean(group, factors.left_row(), task, next(plans))
         right_row = factors.right_row(lost)
         if len(right_row):
-            factors.restore(self._mean(group, right_row, task, next(plans)))
-        sent = sum(plan.bytes_sent for plan in task.plans)
-        return sent, sum(plan.bytes_between_hosts for plan in task.plans)
+            lost = yield from self._mean(group, right_row, task, next(plans))
+            factors.restore(lost)
+        if left_over is not None and task.rest_plan is not None:
+            row = left_over.float()
+            lost = yield from self._mean(group, row, task, task.rest_plan, task.residuals)
+            factors.add(row, lost)
+        made = [*task.plans, *filter(None, [task.rest_plan])]
+        sent, outside = self.bytes_of_ring(group, 4 * sum(map(len, task.exact)))
+        sent += sum(plan.bytes_sent for plan in made)
+        return sent, outside + sum(plan.bytes_between_hosts for plan in made)
 
     def _mean(
-        self, group: dist.ProcessGroup, row: torch.Tensor, task: LowRankTask, plan: Plan
-    ) -> torch.Tensor:
-        """Average a row over all ranks in place, and return what this rank has lost of it."""
-        errors = RoundingErrors(plan, row.device)
+        self,
+        group: dist.ProcessGroup,
+        row: torch.Tensor,
+        task: LowRankTask,
+        plan: Plan,
+        residuals: BucketResiduals | None = None,
+    ) -> Parts[torch.Tensor]:
+        """Average a row over all ranks in place, and return what this rank has lost of it.
+
+        ``residuals``: see :class:`RoundingErrors`.
+        """
+        errors = RoundingErrors(plan, row.device, residuals)
         of_row = Task(plan, errors.span, task.not_finite, task.label)
-        exchange.average(group, of_row, Values([row]), self._scratch(row.device))
+        yield from exchange.average_in_parts(group, of_row, Values([row]), self._scratch(row.device))
         return errors.of_own(len(row), group.size())
+
+    def _plan_of_rest(
+        self, group: dist.ProcessGroup, arrangement: Arrangement, like: torch.Tensor
+    ) -> Plan | None:
+        """Return the plan for what factors leave out, if it is sent."""
+        count = sum(arrangement.matrix_lengths)
+        if self._own.residual_bits is None or not count:
+            return None
+        layouts, levels = (ONE_BIT, ONE_BIT), self._options.levels
+        return self._plan(plan_average, group, count, like, layouts, levels=levels)
 
 
 @lru_cache(maxsize=1024)
-def _arranged(shapes: tuple[tuple[int, int], ...], rank: int) -> Arrangement:
+def _arranged(shapes: tuple[tuple[int, int], ...], rank: RankRule) -> Arrangement:
     return arrange(shapes, rank)
+
+
+def split_owners(
+    owners: Sequence[Owner], is_exact: Callable[[Owner], bool]
+) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """Return where the values are that are sent in few bits, and where those that are not."""
+    spans: dict[bool, list[Span]] = {False: [], True: []}
+    start = 0
+    for owner in owners:
+        stop = start + owner_length(owner)
+        if start < stop:
+            spans[is_exact(owner)].append(Span(start, stop))
+        start = stop
+    return tuple(spans[False]), tuple(spans[True])
 
 
 def shape_of(owner: Owner) -> tuple[int, int]:
@@ -181,13 +275,21 @@ def _factor_slot(arrangement: Arrangement, owners: int) -> Slot:
     return Slot(spans, torch.float32, lengths, _fill)
 
 
+def _rest_slot(arrangement: Arrangement, owners: int, plan: Plan | None) -> Slot:
+    """Return where the errors of means of rests are kept: of the matrices alone, one after another."""
+    lengths = [0] * owners
+    for part in arrangement.matrices:
+        lengths[part.owner] = len(part.span)
+    return Slot(() if plan is None else plan.slots.get("shard", ()), lengths=lengths)
+
+
 def _fill(owner: int, right: torch.Tensor) -> None:
     """Begin with signs, which are equal on all ranks."""
     del owner
     right.copy_(signs(right.numel(), right.device))
 
 
-def _factors_of(values: Values, task: LowRankTask) -> Factors:
+def _factors_of(values: Values, task: LowRankTask, left_over: torch.Tensor | None) -> Factors:
     """Return the average of a bucket that begins."""
     lengths, kept = task.arrangement.right_lengths, task.residuals.slots.get("factor")
     residual, new_residual = task.residuals.span("own", 0, values.count)
@@ -201,4 +303,4 @@ def _factors_of(values: Values, task: LowRankTask) -> Factors:
         for part in torch.split(right, lengths) if lengths else ():
             _fill(0, part)
         next_right = right
-    return Factors(task.arrangement, values, residual, new_residual, right, next_right)
+    return Factors(task.arrangement, values, residual, new_residual, right, next_right, left_over)

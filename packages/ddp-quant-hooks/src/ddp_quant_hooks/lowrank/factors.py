@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -24,6 +25,9 @@ from ddp_quant_hooks.exchange.spans import Span
 from ddp_quant_hooks.exchange.values import Values, put_back
 from ddp_quant_hooks.kernels import dispatch
 from ddp_quant_hooks.kernels.low_rank import Matrix
+
+RankRule: TypeAlias = int | Literal["auto"]
+"""The number of columns of factors: of all, or by the sides of each matrix."""
 
 LEAST_REDUCTION = 2
 """A matrix has factors if they are so many times fewer numbers than it has. Below that, few bits send hardly
@@ -80,6 +84,11 @@ class Arrangement:
         """The number of values of each right factor."""
         return [one.rank * one.columns for one in self.matrices]
 
+    @cached_property
+    def matrix_lengths(self) -> list[int]:
+        """The number of values of each matrix."""
+        return [len(one.span) for one in self.matrices]
+
 
 def matrix_shape(shape: Sequence[int], strides: Sequence[int] | None = None) -> tuple[int, int]:
     """Return rows and columns of a parameter's values in memory: its outermost dimension there, and the rest.
@@ -98,11 +107,22 @@ def matrix_shape(shape: Sequence[int], strides: Sequence[int] | None = None) -> 
     return rows, columns
 
 
-def arrange(shapes: Sequence[tuple[int, int]], rank: int) -> Arrangement:
-    """Decide which of the neighboring matrices of these shapes are worth factors of a rank."""
+def rank_of(rows: int, columns: int, rule: RankRule) -> int:
+    """Return the number of columns that a matrix's factors have.
+
+    By the shorter side, four for each time that it doubles: 8 from 128 on, 12 from 256, 16 from 512.
+    """
+    if rule != "auto":
+        return rule
+    return 4 * max(1, min(rows, columns).bit_length() - 6)
+
+
+def arrange(shapes: Sequence[tuple[int, int]], rule: RankRule) -> Arrangement:
+    """Decide which of the neighboring matrices of these shapes are worth factors, of which rank."""
     matrices, rest = list[MatrixPart](), list[Span]()
     starts = accumulate((rows * columns for rows, columns in shapes), initial=0)
     for owner, ((rows, columns), start) in enumerate(zip(shapes, starts, strict=False)):
+        rank = rank_of(rows, columns, rule)
         if rows * columns >= LEAST_REDUCTION * rank * (rows + columns) > 0:
             matrices.append(MatrixPart(start, rows, columns, rank, owner))
         elif rows * columns:
@@ -121,6 +141,8 @@ class Factors:
         new_residual: The output for what this step leaves, bf16; without memory in common with ``residual``.
         right: The right factors of the last step, fp32, one after another.
         next_right: The output for those of the next step; it may be the same memory.
+        left_over: The output for what this step leaves of matrices, bf16, one after another; ``None``: it
+            goes where ``new_residual`` has them.
     """
 
     def __init__(
@@ -131,6 +153,7 @@ class Factors:
         new_residual: torch.Tensor,
         right: torch.Tensor,
         next_right: torch.Tensor,
+        left_over: torch.Tensor | None = None,
     ) -> None:
         self._parts = arrangement.matrices
         self._left_lengths, self._right_lengths = arrangement.left_lengths, arrangement.right_lengths
@@ -141,7 +164,9 @@ class Factors:
             )
             for part in self._parts
         ]
-        self._left_over = [part.in_bucket(new_residual) for part in self._parts]
+        self._new_residuals = [part.in_bucket(new_residual) for part in self._parts]
+        self._matrix_lengths = arrangement.matrix_lengths
+        self._left_over = self._new_residuals if left_over is None else self._of_matrices(left_over)
         self._rest = [_Rest(values.parts(span), residual, new_residual, span) for span in arrangement.rest]
         self._right, self._next_right = self._rights(right), self._rights(next_right)
         self._device = values.device
@@ -189,6 +214,25 @@ class Factors:
         ):
             dispatch.restore(matrix, left, own, mean, left_over)
             dispatch.follow(left, mean, next_right)
+
+    def add(self, row: torch.Tensor, lost: torch.Tensor) -> None:
+        """Add to the mean gradient what :meth:`restore` has left over, after its average.
+
+        Args:
+            row: The mean of all matrices' rests, fp32; overwritten.
+            lost: What this rank has lost of its own share of them.
+        """
+        for matrix, rest, error, new_residual in zip(
+            self._matrices, self._of_matrices(row), self._of_matrices(lost), self._new_residuals, strict=True
+        ):
+            limits = torch.finfo(matrix.values.dtype)
+            matrix.values.copy_(rest.add_(matrix.values).clamp_(limits.min, limits.max))
+            new_residual.copy_(error)
+
+    def _of_matrices(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """Return the matrices in a row."""
+        parts = torch.split(row, self._matrix_lengths) if self._matrix_lengths else ()
+        return [one.view(part.rows, part.columns) for one, part in zip(parts, self._parts, strict=True)]
 
     def _lefts(self, row: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the left factors in a row, and the rest behind them."""

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_quant_hooks.averaging import is_captured
+from ddp_quant_hooks.feedback import checkpoint
 from ddp_quant_hooks.kernels.layout import WIRE_VERSION
-from ddp_quant_hooks.lowrank.average import SLOTS, LowRank
+from ddp_quant_hooks.lowrank.average import SLOTS, LowRank, LowRankOptions
+from ddp_quant_hooks.lowrank.exact_names import ExactNames
+from ddp_quant_hooks.lowrank.factors import RankRule
+from ddp_quant_hooks.lowrank.other_ranks import divide
 from ddp_quant_hooks.options import check_options, whole_number
 from ddp_quant_hooks.states import AveragingState
 from dist_utils import GroupLike
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class LowRankState(AveragingState):
@@ -21,10 +29,16 @@ class LowRankState(AveragingState):
     Args:
         process_group: As for :class:`QuantizedAllreduceState`.
         rank: The number of columns of each factor. Twice as many send twice as many bytes and halve what is
-            lost of a training's loss; wide layers lose a little more at the same rank.
+            lost of a training's loss; wide layers lose a little more at the same rank. ``"auto"``: by the
+            shorter side of each matrix, 8 from 128 on, 12 from 256, 16 from 512 and so on.
         bits: Bits of a number in factors, and in what has no factors, 4 or 8.
+        residual_bits: 1: what factors leave out is sent, too, as signs and the mean magnitude of 256 values
+            (0.14 bytes a value), and only what that loses is left for the next step.
         warm_up_steps: So many steps send all values in few bits first, with error feedback: gradients change
             most in the first ones, and the factors of one step are where the next one begins.
+        exact: Names of parameters, or keys of tensors, that are averaged without compression, in an
+            all-reduce of their own: patterns as for files, in which ``*`` stands for any characters. Names
+            need :meth:`bind`.
         min_bytes: Smaller buckets are averaged without compression. On 0.1 Gbit/s the default takes about as
             long as the messages of two means.
         sample_every: As for :class:`QuantizedAllreduceState`. The error of one step says little here: what a
@@ -38,7 +52,8 @@ class LowRankState(AveragingState):
 
     All ranks must have the same options: they are compared before the first bucket.
 
-    Does not pickle: :meth:`state_dict` has what it keeps.
+    Does not pickle: :meth:`state_dict` has what it keeps. Another number of ranks goes on from what
+    :meth:`gather_state_dict` returned by :meth:`scatter_state_dict`: each with the mean of all residuals.
 
     Cost:
         4 bytes of memory a value, and 8 for each number of a right factor.
@@ -59,18 +74,24 @@ class LowRankState(AveragingState):
         self,
         process_group: GroupLike = None,
         *,
-        rank: int = 8,
+        rank: int | Literal["auto"] = 8,
         bits: Literal[8, 4] = 4,
+        residual_bits: Literal[1] | None = None,
         warm_up_steps: int = 10,
+        exact: Sequence[str] = (),
         min_bytes: int = 1 << 14,
         sample_every: int = 0,
         intra_node: Literal["auto", "full", "quantized", "flat"] | None = None,
         levels: Sequence[int] | None = None,
     ) -> None:
-        self.rank = whole_number("rank", rank, at_least=1)
-        """The number of columns of each factor."""
+        self.rank: RankRule = "auto" if rank == "auto" else whole_number("rank", rank, at_least=1)
+        """The number of columns of each factor, or ``"auto"``."""
         self.warm_up_steps = whole_number("warm_up_steps", warm_up_steps, at_least=0)
         """The number of steps without factors."""
+        if residual_bits is not None and whole_number("residual_bits", residual_bits, at_least=1) != 1:
+            raise ValueError(f"residual_bits must be 1 or None, got {residual_bits!r}")
+        self.residual_bits: Literal[1] | None = residual_bits
+        """Bits of a value of what factors leave out; ``None``: it is not sent."""
         self.options = check_options(
             bits=bits,
             block_size=32,
@@ -85,7 +106,19 @@ class LowRankState(AveragingState):
         )
         """How factors are sent."""
         super().__init__(process_group, kept=SLOTS)
-        self.average = LowRank(self.options, self.rank, self.warm_up_steps, self.feedback, self.counter)
+        self._exact = ExactNames(exact, self.names)
+        own = LowRankOptions(self.rank, self.residual_bits, self.warm_up_steps, self._exact)
+        self.average = LowRank(self.options, own, self.feedback, self.counter)
+
+    def bind(self, ddp: DistributedDataParallel) -> Self:
+        """Bind this state to its model, as every state.
+
+        Raises:
+            ValueError: Also if a pattern of ``exact`` fits no parameter of the model.
+        """
+        if self._exact.patterns:
+            self._exact.require_matches(self.names.parameters(ddp, "bind"))
+        return super().bind(ddp)
 
     def identity(self) -> dict[str, Any]:
         """Return what must be equal when residuals are saved and when they are loaded."""
@@ -97,9 +130,23 @@ class LowRankState(AveragingState):
             "rank of factors": self.rank,
         }
 
+    def _parts(self, gathered: object) -> list[Any]:
+        """Return the part of each rank of what was gathered, perhaps by another number of ranks.
+
+        Then each rank goes on with the mean of all residuals: what is left to be sent is the same.
+        """
+        saved = checkpoint.ranks_of(gathered)
+        ranks = self.process_group.size()
+        return saved if len(saved) == ranks else divide(saved, ranks)
+
     def terms(self) -> dict[str, object]:
         """Return what must be equal on all ranks, by name."""
-        own = {"rank": self.rank, "warm_up_steps": self.warm_up_steps}
+        own = {
+            "rank": self.rank,
+            "residual_bits": self.residual_bits,
+            "warm_up_steps": self.warm_up_steps,
+            "exact": self._exact.patterns,
+        }
         return {**super().terms(), **vars(self.options), **own, "wire format": WIRE_VERSION}
 
     def refuse_capture(self, buffer: torch.Tensor) -> None:

@@ -14,6 +14,9 @@ _WORTH_IT = 0.05
 _WORTH_ERRORS = 0.2
 """The same for a hook whose averages are wrong by more than ``_LARGE_ERROR``: training may suffer."""
 _LARGE_ERROR = 0.05
+_LEAVES_MOST = 0.5
+"""A hook whose averages are wrong by more leaves most of a step to later ones, as low rank does: what that
+costs shows in losses, not in times, so it is measured and not advised."""
 _MOSTLY = 0.5
 
 
@@ -41,7 +44,8 @@ def advise(
     Hooks are considered from the most exact to the one with the fewest bytes. The next one is taken if it is
     at least 5 % faster than the one taken so far (20 % if its averages of normal values are wrong by more
     than 5 %): on the largest bucket that was measured, where the quartiles of both must not overlap either;
-    for a model, in the estimated step.
+    for a model, in the estimated step. A hook whose averages are wrong by more than half is never taken: it
+    leaves most of a step to later ones.
 
     The processor is busy if the first hook's exchange keeps it so for half of its time: a rank's share of
     the cores, or an accelerator that computation beside it loses. Otherwise the network is slow if another
@@ -70,6 +74,7 @@ def advise(
         f"{plain} takes {took}{why}. {_about_bytes(exchanges, plain, taken, sooner)}",
         *_about_buckets(hooks, plain, taken),
     ]
+    reasons += _about_later(exchanges, taken)
     if (error := exchanges[taken].relative_error) >= 1e-6:
         reasons.append(f"Its averages of normal values were wrong by {error:.2g} of their length.")
     if estimate is not None:
@@ -101,6 +106,8 @@ def _fastest(exchanges: dict[str, Exchange], estimate: Estimate | None) -> str:
     taken, *others = exchanges
     for name in others:
         one, other = exchanges[name], exchanges[taken]
+        if one.relative_error > _LEAVES_MOST:
+            continue
         gain = _WORTH_ERRORS if one.relative_error > _LARGE_ERROR else _WORTH_IT
         if estimate is not None:
             faster = estimate.steps[name].seconds <= (1 - gain) * estimate.steps[taken].seconds
@@ -133,6 +140,16 @@ def _about_bytes(exchanges: dict[str, Exchange], plain: str, taken: str, sooner:
         gain = "arrive sooner, but the step is not clearly shorter"
     times = (f"{name} {milliseconds(one.seconds)} ms" for name, one in exchanges.items() if name != plain)
     return f"Fewer bytes {gain}: {', '.join(times)}."
+
+
+def _about_later(exchanges: dict[str, Exchange], taken: str) -> list[str]:
+    """Return a sentence for each faster hook that leaves most of a step to later ones."""
+    return [
+        f"{name} takes {milliseconds(one.seconds)} ms and leaves most of a step to later ones: whether a "
+        "training gains by that depends on its losses."
+        for name, one in exchanges.items()
+        if one.relative_error > _LEAVES_MOST and one.seconds < exchanges[taken].seconds
+    ]
 
 
 def _about_buckets(hooks: Hooks, plain: str, taken: str) -> list[str]:

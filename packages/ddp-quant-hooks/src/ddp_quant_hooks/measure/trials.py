@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from ddp_quant_hooks.auto.candidates import Candidate, default_candidates
+from ddp_quant_hooks.lowrank.hook import low_rank_hook
+from ddp_quant_hooks.lowrank.state import LowRankState
 from ddp_quant_hooks.measure.links import Ranks, synchronize
 from ddp_quant_hooks.statistics import bytes_around_ring
 
@@ -21,7 +23,9 @@ Progress = Callable[[float, str], None]
 
 _REPEATS = 20
 _ALONE = 0.03
-_BLOCK = 1 << 18
+_SIDE = 512
+"""Of the parameters, which are square."""
+_BLOCK = _SIDE * _SIDE
 """Random values for each rank: 1 MiB of fp32. Buckets repeat them."""
 
 
@@ -77,6 +81,7 @@ def measure_hooks(
         The hooks, and the seconds that copying a byte of a gradient takes; identical on all ranks.
     """
     runner, hooks = _Runner(ranks, max(sizes)), default_candidates(ranks.group)
+    hooks["low rank"] = Candidate(LowRankState(ranks.group, warm_up_steps=0), low_rank_hook)
     trials: list[_Trial] = []
     left = budget
 
@@ -221,17 +226,18 @@ class _Runner:
 
 
 def _bucket(buffer: torch.Tensor) -> Any:
-    """Return what hooks use of DDP's buckets, with one parameter, whose gradient is the whole buffer.
+    """Return what hooks use of DDP's buckets, with square parameters, whose gradients are its parts.
 
     Torch makes real ones only in a backward pass of a model, which would be broadcast first.
     """
-    parameter = torch.nn.Parameter(buffer)  # takes no memory; hooks know a bucket by it
+    gradients = [part.view(_SIDE, _SIDE) for part in torch.split(buffer, _SIDE * _SIDE)]
+    parameters = [*map(torch.nn.Parameter, gradients)]  # take no memory; hooks know a bucket by them
     return SimpleNamespace(
         index=lambda: 0,
         is_last=lambda: True,
         buffer=lambda: buffer,
-        gradients=lambda: [buffer],
-        parameters=lambda: [parameter],
+        gradients=lambda: gradients,
+        parameters=lambda: parameters,
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Generator
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from dist_utils.process_groups.errors import FirstError, drop_frames, same_error
 from dist_utils.process_groups.groups import runs_on_host
 
 T = TypeVar("T")
+Parts: TypeAlias = Generator[None, None, T]
+"""What a job in parts is while it runs: it yields where it would wait, and returns its result."""
+PartedJob: TypeAlias = Callable[[dist.ProcessGroup], Parts[T]]
 
 
 class JobStream(NamedTuple):
@@ -74,6 +77,20 @@ class InsideJob(threading.local):
         finally:
             self.now = False
 
+    def call_in_parts(self, job: PartedJob[T], group: dist.ProcessGroup) -> Parts[T]:
+        """Do as :meth:`call`, for a job in parts."""
+        parts = job(group)
+        try:
+            while True:
+                try:
+                    self.call(lambda _: next(parts), group)
+                except StopIteration as end:
+                    result: T = end.value
+                    return result
+                yield
+        finally:
+            parts.close()
+
 
 class Job(Generic[T]):
     """A job and the future of its result.
@@ -84,15 +101,27 @@ class Job(Generic[T]):
         call: Called with the group that its collectives use.
         stream: What its work is enqueued on.
         name: What a profiler calls it.
+        in_parts: Whether the call returns a generator.
 
     Attributes:
         result: The future.
+        in_parts: As given.
+        paused: Whether a part has ended before the whole job.
     """
 
     result: torch.futures.Future[T]
 
-    def __init__(self, call: Callable[[dist.ProcessGroup], T], stream: JobStream, name: str) -> None:
+    def __init__(
+        self,
+        call: Callable[[dist.ProcessGroup], T | Parts[T]],
+        stream: JobStream,
+        name: str,
+        *,
+        in_parts: bool = False,
+    ) -> None:
         self._call, self._stream, self._name = call, stream, name
+        self._parts: Any = None
+        self.in_parts, self.paused = in_parts, False
         self._flushes_denormals = _flushes_denormals()
         self._done, self.result = new_future(stream.device)
 
@@ -102,7 +131,7 @@ class Job(Generic[T]):
         failure: FirstError,
         catches: type[BaseException] = BaseException,
     ) -> Exception | None:
-        """Run, unless there was an error before, and complete the future.
+        """Run until a pause, or go on, unless there was an error before; at the end complete the future.
 
         Args:
             group: The group; ``None`` if it was destroyed.
@@ -112,6 +141,7 @@ class Job(Generic[T]):
         Returns:
             The first error, to :meth:`fail` with; ``None`` if the job has run without one.
         """
+        self.paused = False
         if failure.error is not None:
             return failure.error
         handled = sys.exc_info()[1]  # by who submits the job
@@ -122,8 +152,10 @@ class Job(Generic[T]):
                 torch.set_flush_denormal(self._flushes_denormals)
             with self._stream.enter():
                 with torch_compat.profiler_range(self._name):
-                    result = self._call(group)
-                self._done.set_result(result)
+                    paused, result = self._go_on(group)
+                if not paused:
+                    self._done.set_result(result)
+                self.paused = paused
         except catches as error:
             first = failure.keep(error)
             # Its frames would keep the group and its connections alive, and the future that holds the error.
@@ -133,7 +165,22 @@ class Job(Generic[T]):
 
     def fail(self, error: BaseException) -> None:
         """Complete the future with a copy of this error."""
+        if self._parts is not None:
+            self._parts.close()
         fail(self._done, error)
+
+    def _go_on(self, group: dist.ProcessGroup) -> tuple[bool, Any]:
+        """Do the next part; return whether others follow, and the result if not."""
+        if self._parts is None:
+            result = self._call(group)
+            if not self.in_parts:
+                return False, result
+            self._parts = result
+        try:
+            next(self._parts)
+        except StopIteration as end:
+            return False, end.value
+        return True, None
 
 
 def future_of_work(

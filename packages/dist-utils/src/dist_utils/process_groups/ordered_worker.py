@@ -18,7 +18,7 @@ import torch.distributed as dist
 from dist_utils.process_groups.agreement import Verdict, compare
 from dist_utils.process_groups.errors import FirstError, drop_frames, same_error
 from dist_utils.process_groups.groups import GroupLike, group_behind, resolve_group, runs_on_host
-from dist_utils.process_groups.jobs import HOST, InsideJob, Job, SideStreams
+from dist_utils.process_groups.jobs import HOST, InsideJob, Job, JobStream, PartedJob, SideStreams
 from dist_utils.process_groups.known_terms import KnownTerms
 from dist_utils.process_groups.worker_thread import WorkerThread, await_connections, new_private_group
 
@@ -156,11 +156,57 @@ class OrderedWorker:
             process group, which is collective among the members. Both wait for the other ranks in this call.
             With Gloo, one all-reduce of 4 bytes follows on the thread.
         """
+        stream = self._stream_for(device)
+        return self._submit(Job(partial(self._inside.call, job), stream, name or self._name), stream)
+
+    def submit_in_parts(
+        self,
+        job: PartedJob[T],
+        *,
+        device: torch.device | str = "cpu",
+        name: str | None = None,
+    ) -> torch.futures.Future[T]:
+        """Do as :meth:`submit`, with a job that lets later ones begin while it would wait for other ranks.
+
+        The job is a generator function, which yields where it would wait. If other jobs in parts are there
+        already, they begin meanwhile; then the oldest one goes on. So jobs in parts begin in the order in
+        which they were submitted, and end in it, but how their parts alternate differs between ranks: they
+        may only send messages of their own, which no other job of this worker takes for its own
+        (:func:`dist_utils.start_messages` with a ``tag``), and must not call collectives. Any other job, and
+        :meth:`wait`, comes after all parts of those before. Where nothing runs concurrently with the caller,
+        a job is not interrupted.
+
+        Args:
+            job: As for :meth:`submit`; what it returns is the result.
+            device: As for :meth:`submit`.
+            name: As for :meth:`submit`.
+
+        Returns:
+            As :meth:`submit`.
+
+        Raises:
+            RuntimeError: As :meth:`submit`.
+
+        Example:
+            >>> def exchange(group):  # doctest: +SKIP
+            ...     works = start_messages(group, receives=[(1, theirs)], sends=[(1, own)], tag=number)
+            ...     yield
+            ...     for work in works:
+            ...         work.wait()
+            ...     return theirs
+            >>> worker.submit_in_parts(exchange).wait()  # doctest: +SKIP
+        """
+        stream = self._stream_for(device)
+        call = partial(self._inside.call_in_parts, job)
+        return self._submit(Job[T](call, stream, name or self._name, in_parts=True), stream)
+
+    def _stream_for(self, device: torch.device | str) -> JobStream:
         if self._inside.now:
             raise RuntimeError(f"a job of {self._name} submits another one, which would wait for it")
+        return self._side_streams.behind_caller(torch.device(device))
+
+    def _submit(self, queued: Job[T], stream: JobStream) -> torch.futures.Future[T]:
         handled = sys.exc_info()[1]  # by the caller
-        stream = self._side_streams.behind_caller(torch.device(device))
-        queued = Job(partial(self._inside.call, job), stream, name or self._name)
         try:
             if stream is HOST or runs_on_host(self.process_group, stream.device):
                 self._thread_for_jobs().submit(queued)
@@ -179,6 +225,8 @@ class OrderedWorker:
         """Run a job in the caller's thread, as a whole before those of other threads."""
         with self._enqueuing:
             failed = queued.run(self.process_group, self._failure, Exception)
+            while queued.paused:
+                failed = queued.run(self.process_group, self._failure, Exception)
         if failed is not None:
             self._side_streams.wait()  # nobody else waits for what the job has enqueued
             queued.fail(failed)

@@ -6,6 +6,7 @@ import contextlib
 import queue
 import threading
 import weakref
+from collections import deque
 from typing import Any, cast
 
 import torch
@@ -35,6 +36,7 @@ class WorkerThread:
         self._failure = failure
         # An event for who waits for the jobs before it; None for the end.
         self._jobs: queue.SimpleQueue[Job[Any] | threading.Event | None] = queue.SimpleQueue()
+        self._paused: deque[Job[Any]] = deque()  # jobs in parts, the oldest first
         self._ended = False
         self._ending = threading.Lock()
         # torch's registry is the only owner of the group, so the group's end is ours. A weakref
@@ -81,7 +83,7 @@ class WorkerThread:
         return takes
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next()) is not None:
             self._handle(job)
             del job  # it may refer to the worker, which this must not keep alive while it waits
         with self._ending:
@@ -89,14 +91,39 @@ class WorkerThread:
         while not self._jobs.empty():  # jobs queued between the end mark and the line above
             if (job := self._jobs.get()) is not None:
                 self._handle(job)
+        self._finish_parts()
         self._destroy_group()
         if self._failure.error is None:  # else the store may be out of reach, and a request waits for long
             self._forget_address()
 
+    def _next(self) -> Job[Any] | threading.Event | None:
+        """Return what comes next: while nothing new is there, jobs in parts go on, the oldest one first."""
+        while self._paused and self._jobs.empty():
+            self._go_on()
+        return self._jobs.get()
+
+    def _finish_parts(self) -> None:
+        while self._paused:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Let the oldest job in parts go on. It comes first whatever else waits: see ``submit_in_parts``."""
+        job = self._paused.popleft()
+        self._run_job(job)
+        if job.paused:
+            self._paused.appendleft(job)
+
     def _handle(self, job: Job[Any] | threading.Event) -> None:
+        if isinstance(job, threading.Event) or not job.in_parts:
+            self._finish_parts()
         if isinstance(job, threading.Event):
             job.set()
             return
+        self._run_job(job)
+        if job.paused:
+            self._paused.append(job)
+
+    def _run_job(self, job: Job[Any]) -> None:
         # Operators use as many threads as set_num_threads has set last. Reading the number of the caller's
         # thread instead may set it there, and with it change the bits of later products.
         torch.init_num_threads()
