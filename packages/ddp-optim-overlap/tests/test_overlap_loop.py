@@ -86,6 +86,20 @@ def check_two_models_of_a_gan(*, overlapped):
 
 
 @as_ordinary
+def check_two_models_in_one_pass(*, overlapped):
+    """Both step at its end, each with its own gradients."""
+    torch.manual_seed(0)
+    first, first_optimizer, _ = start(adamw, overlapped=overlapped, net=torch.nn.Linear(4, 8))
+    second, second_optimizer, _ = start(adamw, overlapped=overlapped, net=torch.nn.Linear(8, 1))
+    for step in range(3):
+        second(first(torch.full((2, 4), 1.0 + step + dist.get_rank()))).square().sum().backward()
+        for optimizer in (first_optimizer, second_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+    return ends(first, first_optimizer), ends(second, second_optimizer)
+
+
+@as_ordinary
 def check_pause_and_remove(*, overlapped):
     ddp, optimizer, handle = start(overlapped=overlapped)
     first, second, third, fourth, fifth = batches(5)

@@ -11,9 +11,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_optim_overlap.loop.optimizers import OverlappedOptimizers
-from ddp_optim_overlap.model import CopiedHook, require_ddp_options, require_separate_memory
-from ddp_optim_overlap.optimizers.admission import require_plain_step, require_step_per_parameter
+from ddp_optim_overlap.loop.overlapped_optimizers import OverlappedOptimizers
+from ddp_optim_overlap.model import CopiedHook, require_ddp_options
+from ddp_optim_overlap.optimizers.admission import (
+    require_plain_step,
+    require_separate_memory,
+    require_step_per_parameter,
+)
 from ddp_optim_overlap.optimizers.step_hooks import note_writes
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
 from ddp_optim_overlap.passes.averaging import plain_average

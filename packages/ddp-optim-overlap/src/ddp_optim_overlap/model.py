@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.errors import ConfigError
-from ddp_optim_overlap.optimizers.partial_steps import parameters_of
-from ddp_optim_overlap.passes.gradient_watch import tensor_versions
 from dist_utils import resolve_group
 from dist_utils.comm_hooks import none_means_world
 from dist_utils.process_groups import group_of_model
@@ -158,41 +154,6 @@ def sparse_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
         if part.weight in averaged and part.weight.requires_grad
     }
-
-
-def require_separate_memory(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise if a step of one parameter would be, or count as, one of another, too.
-
-    Raises:
-        ConfigError: Two parameters begin at the same address: buckets would change the order of their steps.
-            Or they were sliced from one tensor: autograd takes a step of one for a change of both.
-    """
-    owners: dict[tuple[torch.device, int], torch.Tensor] = {}
-    of_memory: defaultdict[tuple[torch.device, int], list[torch.Tensor]] = defaultdict(list)
-    for one in dict.fromkeys(itertools.chain.from_iterable(map(parameters_of, optimizers))):
-        if one.layout is not torch.strided or not one.numel() or one.is_meta:
-            continue
-        of_memory[one.device, one.untyped_storage().data_ptr()].append(one)
-        if owners.setdefault((one.device, one.data_ptr()), one) is not one:
-            raise ConfigError(
-                f"two parameters share memory, one of them of shape {tuple(one.shape)}: each has a gradient "
-                "of its own, and by buckets their steps would come in another order. Let both places have "
-                "one Parameter, or use the ordinary loop"
-            )
-    for together in of_memory.values():
-        if len(together) > 1 and _count_writes_together(together):
-            raise ConfigError(
-                f"parameters were sliced from one tensor, the first of them of shape "
-                f"{tuple(together[0].shape)}: autograd takes a step of one for a change of all, which "
-                "backward() may still read. Make each of a clone() of its slice, or use the ordinary loop"
-            )
-
-
-def _count_writes_together(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether a write into one of these tensors raises the version of another one, too."""
-    before = tensor_versions(tensors)
-    torch.autograd.graph.increment_version(tensors)
-    return [version + 1 for version in before] != tensor_versions(tensors)
 
 
 def register_comm_hook(

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.errors import ConfigError
-from ddp_optim_overlap.loop.optimizers import OverlappedOptimizers
+from ddp_optim_overlap.loop.overlapped_optimizers import OverlappedOptimizers
 from ddp_optim_overlap.loop.step_calls import StepCalls
 from ddp_optim_overlap.model import (
     another_hook,
@@ -25,10 +25,13 @@ from ddp_optim_overlap.model import (
     require_ddp_options,
     require_group,
     require_one_first_bucket,
-    require_separate_memory,
     sparse_parameters,
 )
-from ddp_optim_overlap.optimizers.admission import require_plain_step, require_step_per_parameter
+from ddp_optim_overlap.optimizers.admission import (
+    require_plain_step,
+    require_separate_memory,
+    require_step_per_parameter,
+)
 from ddp_optim_overlap.passes.averaging import plain_average
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.passes.release import GradientRelease

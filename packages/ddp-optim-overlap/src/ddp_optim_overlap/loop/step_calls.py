@@ -153,26 +153,30 @@ class StepCalls:
     # ---- a call of step() ----
 
     def call(
-        self, optimizer: torch.optim.Optimizer, call: inspect.BoundArguments, step_now: Callable[[], Any]
+        self, optimizer: torch.optim.Optimizer, given: inspect.BoundArguments, step_now: Callable[[], Any]
     ) -> Any:
         """Do what a call of ``optimizer.step()`` means; return the closure's loss or the step's result.
 
         Args:
             optimizer: One of the optimizers.
-            call: Its arguments.
+            given: Its arguments.
             step_now: Does the ordinary step with them.
         """
-        loss, closure = None, call.arguments.get("closure")
-        if callable(closure) and self._is_first_to_run_closure():
+        loss, closure = None, given.arguments.get("closure")
+        if callable(closure) and self._closure_comes_first:
+            if self._engine is not None:
+                self._engine.require_outside_pass()
+                self._refuse_late_call()
+                self._habit = _Habit.CALLS
             with torch.enable_grad():
                 loss = closure()
-            closure, call.arguments["closure"] = None, lambda: loss
+            closure, given.arguments["closure"] = None, lambda: loss
         engine = self._engine  # the closure may have made it
         if engine is None:
             return step_now()
         engine.require_outside_pass()
         if self._is_pending(optimizer):
-            self._settle(engine, optimizer, {**call.arguments, "closure": closure})
+            self._settle(engine, optimizer, {**given.arguments, "closure": closure})
             return loss
         if self._pending and not engine.gradients.none_since_step:
             self._forget_pending(engine)
@@ -200,17 +204,13 @@ class StepCalls:
             return False
         return engine.is_idle and engine.gradients.none_since_step
 
-    def _is_first_to_run_closure(self) -> bool:
+    @property
+    def _closure_comes_first(self) -> bool:
         """Whether a closure runs before any step, because its backward pass may be the one that steps."""
         engine = self._engine
         if engine is None:
             return bool(self._replacements)  # the closure may make it
-        if engine.paused or engine.is_removed:
-            return False
-        engine.require_outside_pass()
-        self._refuse_late_call()
-        self._habit = _Habit.CALLS
-        return True
+        return not (engine.paused or engine.is_removed)
 
     def _settle(self, engine: Engine, optimizer: torch.optim.Optimizer, arguments: Mapping[str, Any]) -> None:
         """Match a call of ``step()`` with the step of the last pass; raise if they do not fit."""
@@ -332,13 +332,14 @@ class _Replacement:
         # No compiler can trace its questions, and the step of a pass is not compiled either.
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def call_step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            call = signature.bind(self, *args, **kwargs)
+            given = signature.bind(self, *args, **kwargs)
 
             def step_now() -> Any:
-                args = call.args[1:]
-                return before(*args, **call.kwargs) if before else type(self).step(self, *args, **call.kwargs)
+                if before is not None:
+                    return before(*given.args[1:], **given.kwargs)
+                return type(self).step(*given.args, **given.kwargs)
 
-            return calls.call(self, call, step_now)
+            return calls.call(self, given, step_now)
 
         @functools.wraps(before or type(optimizer).step)
         def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -17,8 +17,8 @@ from ddp_optim_overlap.optimizers.partial_steps import PARAMETER_NAMES, paramete
 from ddp_optim_overlap.passes.gradient_watch import gradient_marks, tensor_versions
 from dist_utils.torch_compat import tensor_version
 
-_SAMPLED = 4
-"""How many parameters are sampled, or up to twice as many."""
+_SAMPLED = 2
+"""How many parameters are sampled, or one more: what clips or unscales one gradient does so with all."""
 _VALUES = 128
 """How many values of a parameter, and of its gradient, from its beginning."""
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from ddp_optim_overlap.errors import UnsupportedGradientError
+from ddp_optim_overlap.errors import ConfigError, UnsupportedGradientError
+from ddp_optim_overlap.optimizers.partial_steps import parameters_of
 from ddp_optim_overlap.optimizers.trial import refusal, require_passed_trial
+from ddp_optim_overlap.passes.gradient_watch import tensor_versions
 
 PER_PARAMETER = frozenset(
     {
@@ -109,6 +113,41 @@ def require_plain_options(optimizer: torch.optim.Optimizer) -> None:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         name = type(optimizer).__name__
         raise refusal(f"{name} has differentiable=True: autograd would record its steps")
+
+
+def require_separate_memory(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise if a step of one parameter would be, or count as, one of another, too.
+
+    Raises:
+        ConfigError: Two parameters begin at the same address: buckets would change the order of their steps.
+            Or they were sliced from one tensor: autograd takes a step of one for a change of both.
+    """
+    owners: dict[tuple[torch.device, int], torch.Tensor] = {}
+    of_memory: defaultdict[tuple[torch.device, int], list[torch.Tensor]] = defaultdict(list)
+    for one in dict.fromkeys(itertools.chain.from_iterable(map(parameters_of, optimizers))):
+        if one.layout is not torch.strided or not one.numel() or one.is_meta:
+            continue
+        of_memory[one.device, one.untyped_storage().data_ptr()].append(one)
+        if owners.setdefault((one.device, one.data_ptr()), one) is not one:
+            raise ConfigError(
+                f"two parameters share memory, one of them of shape {tuple(one.shape)}: each has a gradient "
+                "of its own, and by buckets their steps would come in another order. Let both places have "
+                "one Parameter, or use the ordinary loop"
+            )
+    for together in of_memory.values():
+        if len(together) > 1 and _share_versions(together):
+            raise ConfigError(
+                f"parameters were sliced from one tensor, the first of them of shape "
+                f"{tuple(together[0].shape)}: autograd takes a step of one for a change of all, which "
+                "backward() may still read. Make each of a clone() of its slice, or use the ordinary loop"
+            )
+
+
+def _share_versions(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether a write into one of these tensors counts as one into another; counts one in each."""
+    before = tensor_versions(tensors)
+    torch.autograd.graph.increment_version(tensors)
+    return [version + 1 for version in before] != tensor_versions(tensors)
 
 
 def _unwrapped(step: Any) -> Any:

@@ -8,7 +8,7 @@ import math
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def require_passed_trial(optimizer: torch.optim.Optimizer, sparse: Collection[to
             optimizer cannot be copied.
 
     Cost:
-        Nine steps of three copies with some small parameters of each group: some tenths of a second.
+        Nine steps of two copies with some small parameters of each group: some tenths of a second.
     """
     places = _places_to_try(optimizer, sparse)
     if not places:
@@ -90,7 +90,7 @@ def _compare(optimizer: torch.optim.Optimizer, places: _Places, sparse: Collecti
     numbers = [number for number, _ in places]
     special = numbers.index(max(numbers, key=numbers.count))  # beside others of its group
     is_sparse = [optimizer.param_groups[number]["params"][at] in sparse for number, at in places]
-    fresh, *copies = (_small_copy(optimizer, places) for _ in range(4))
+    fresh, *copies = (_small_copy(optimizer, places) for _ in range(3))
     moved = False
     for seed, (case, scale, factor) in enumerate(_CASES):
         gradients: _Gradients = [
@@ -106,18 +106,17 @@ def _compare(optimizer: torch.optim.Optimizer, places: _Places, sparse: Collecti
         raise refusal(f"the step of {type(optimizer).__name__} does not move the parameters in its groups")
 
 
-def _step_alike(copies: list[torch.optim.Optimizer], gradients: _Gradients, case: str) -> bool:
-    """Step parameters together, one by one, and in reverse order; raise unless that is all the same.
+def _step_alike(copies: Sequence[torch.optim.Optimizer], gradients: _Gradients, case: str) -> bool:
+    """Step one copy's parameters together and the other's one by one; raise unless that is all the same.
 
     Returns:
-        Whether the steps were done. In special cases they may fail, as in an ordinary loop, if all do.
+        Whether the steps were done. In special cases they may fail, as in an ordinary loop, if both do.
     """
-    together, *apart = copies
     failures = []
-    for copied, direction in zip(copies, (0, 1, -1), strict=True):
+    for copied, step in zip(copies, (_step_together, _step_one_by_one), strict=True):
         try:
-            _step(copied, gradients, direction)
-        except _NOT_OF_THE_STEP:  # noqa: PERF203 - three steps are few
+            step(copied, gradients)
+        except _NOT_OF_THE_STEP:  # noqa: PERF203 - two steps are few
             raise
         except Exception as error:  # noqa: BLE001 - a step may raise anything
             failures.append(error)
@@ -125,33 +124,34 @@ def _step_alike(copies: list[torch.optim.Optimizer], gradients: _Gradients, case
         return False
     if failures:
         raise failures[0]
-    if found := next(filter(None, (_difference(together, one) for one in apart)), ""):
+    if found := _difference(*copies):
         text = f"does not step per parameter: {found} differs if parameters are stepped one by one{case}"
-        raise refusal(f"{type(together).__name__} {text}")
+        raise refusal(f"{type(copies[0]).__name__} {text}")
     return True
 
 
-def _step(optimizer: torch.optim.Optimizer, gradients: _Gradients, direction: int) -> None:
-    """Step all parameters at once, or one after another in a direction.
+def _step_together(optimizer: torch.optim.Optimizer, gradients: _Gradients) -> None:
+    for parameter, gradient in zip(parameters_of(optimizer), gradients, strict=True):
+        parameter.grad = None if gradient is None else gradient.clone()
+    step_without_hooks(optimizer)
+
+
+def _step_one_by_one(optimizer: torch.optim.Optimizer, gradients: _Gradients) -> None:
+    """Step one parameter after another, the last one first, as DDP's buckets come.
 
     As in a backward pass, other gradients are then missing or not averaged yet, and memory is used again.
     """
-    parameters = parameters_of(optimizer)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = None if gradient is None else gradient.clone()
-    if not direction:
-        step_without_hooks(optimizer)
-        return
     parts = PartialSteps(optimizer)
-    averaged = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None if direction > 0 else torch.ones_like(parameter)
-    for parameter, gradient in list(zip(parameters, averaged, strict=True))[::direction]:
-        before, parameter.grad = parameter.grad, gradient
+    parameters = parameters_of(optimizer)
+    for place, parameter in enumerate(parameters):
+        parameter.grad = torch.ones_like(parameter) if place % 2 else None
+    for parameter, gradient in reversed(list(zip(parameters, gradients, strict=True))):
+        averaged = None if gradient is None else gradient.clone()
+        before, parameter.grad = parameter.grad, averaged
         parts.step([parameter])
         parameter.grad = before
-        if gradient is not None:
-            gradient.zero_()
+        if averaged is not None:
+            averaged.zero_()
     parts.finish()
 
 
@@ -271,13 +271,13 @@ def _gradients(optimizer: torch.optim.Optimizer, scale: float, seed: int) -> lis
 
 @contextlib.contextmanager
 def _trial(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Step as a worker's thread would; refuse collectives, and restore what random numbers come from."""
+    """Step as inside ``backward()``; refuse collectives, and restore what random numbers come from."""
     generators, of_python = _generators(optimizer), random.getstate()
     states = [one.get_state() for one in generators]
     try:
         with (
             torch.no_grad(),
-            torch.device("cpu"),  # a step on the worker also creates tensors there
+            torch.device("cpu"),  # whatever the caller's default is
             _refuse_collectives(type(optimizer).__name__),
         ):
             yield

@@ -16,6 +16,7 @@ from ddp_optim_overlap.model import may_leave_out, require_ddp_options, require_
 from ddp_optim_overlap.passes.backward_pass import BackwardPass, PassState, Stepper
 from ddp_optim_overlap.passes.bucket import Bucket, KnownBuckets, average_of
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch
+from ddp_optim_overlap.passes.graph_tasks import is_inside_node
 from ddp_optim_overlap.passes.peers import NAME, Peers
 from ddp_optim_overlap.passes.release import IN_FLIGHT, GradientRelease, ReleasedPass
 from ddp_optim_overlap.report import StepReport
@@ -24,12 +25,9 @@ from dist_utils.comm_hooks import CommHook, completed_future, failed_future, is_
 from dist_utils.process_groups import error_text, runs_on_host, same_error
 from dist_utils.torch_compat import (
     GradBucket,
-    after_backward,
     at_end_of_backward,
-    graph_task_id,
     inside_backward,
     inside_nested_backward,
-    private,
 )
 
 
@@ -185,7 +183,7 @@ class Engine:
         if worker is None:
             self._compare_after_error()
             return
-        self._peers.wait()
+        self._await_peers()
         self.raise_error()
         if model is not None:
             require_ddp_options(model)
@@ -235,7 +233,7 @@ class Engine:
             return self._step_later(current, handed, last=bucket.is_last())
         done = self._step_behind_average(current, handed)
         if bucket.is_last():
-            self._peers.meet(self.passes, current, device, paused=self.paused)
+            self._meet(current, device)
         return done
 
     def _start(self, current: BackwardPass, bucket: GradBucket) -> Bucket:
@@ -276,7 +274,7 @@ class Engine:
         if not last:
             if self._release is not None:
                 self._step_waiting(current, leave=IN_FLIGHT)
-        elif _is_inside_node():
+        elif is_inside_node():
             at_end_of_backward(partial(self._step_rest, current, handed.gradients.buffer.device))
         else:  # DDP will not return to this thread: the first pass of a static graph, or join()
             self._step_rest(current, handed.gradients.buffer.device)
@@ -289,12 +287,16 @@ class Engine:
         self._step_waiting(current)
         try:
             if current.failure is None:  # else the end of the private group tells the peers
-                self._peers.meet(self.passes, current, device, paused=self.paused)
+                self._meet(current, device)
         except OverlapError as error:
             self._fail(current, error)
         if current.failure is not None and self._ddp_sends_last() and inside_backward():
             current.end()
             _raise(current.pop_failure())  # DDP would wait for ranks that may not come
+
+    def _meet(self, current: BackwardPass, device: torch.device) -> None:
+        failed = current.failure is not None
+        self._peers.meet(self.passes, device, paused=self.paused, failed=failed)
 
     def _step_waiting(self, current: BackwardPass, *, leave: int = 0) -> None:
         """Step buckets that wait. An error is kept; later buckets are averaged, as on the other ranks."""
@@ -343,7 +345,7 @@ class Engine:
         if not inside_backward() and failure is not None:
             return failed_future(same_error(failure), bucket.buffer())
         # No bucket of a static graph's first pass may be the last one.
-        if bucket.is_last() or not _is_inside_node():
+        if bucket.is_last() or not is_inside_node():
             current.is_complete = True
         self._follow_graph_task(current)
         current.leave_waiting()
@@ -368,31 +370,10 @@ class Engine:
     # ---- the end of a pass ----
 
     def _follow_graph_task(self, current: BackwardPass) -> None:
-        """Finish the pass at the end of the graph task that hands over its last bucket.
-
-        Every backward pass is one task of torch's engine, and a pass inside it, such as a checkpoint's, is
-        one of its own. At its end DDP waits for all buckets, and copies averages into ``.grad``; then the
-        pass is finished. If a task fails, torch drops its callbacks, and with them the mark that they hold.
-        """
-        task = graph_task_id()
-        if task == -1 or task in current.tasks:
-            return
-        mark = _TaskMark()
-        current.tasks[task] = weakref.ref(mark)
-        dropped = weakref.finalize(mark, self._abandon, current)
-        dropped.atexit = False
-
-        def finish(mark: _TaskMark) -> None:
-            del mark
-            dropped.detach()
-            if current.is_complete:
-                self._finish(current)
-
-        if self._model() is None:
+        """Finish the pass at the end of the task that hands over its last bucket."""
+        is_new = current.tasks.follow(partial(self._finish, current), partial(self._abandon, current))
+        if is_new and self._model() is None:
             at_end_of_backward(partial(self._give_up_left_out, current))
-        # After what communication hooks do at the end: states with error feedback look at ``.grad`` to see
-        # which parameters no rank has used.
-        after_backward(partial(after_backward, partial(finish, mark)))
 
     def _give_up_left_out(self, current: BackwardPass) -> None:
         """Raise if DDP has left out the last bucket of a pass, which could not be told before."""
@@ -401,6 +382,8 @@ class Engine:
             raise failure
 
     def _finish(self, current: BackwardPass) -> None:
+        if not current.is_complete:
+            return
         stepped = current.state is PassState.STEPS
         current.end()
         _raise(current.pop_failure())
@@ -441,11 +424,18 @@ class Engine:
         self.require_outside_pass()
         if not self.is_removed:
             try:
-                self._peers.wait(timeout)
+                self._await_peers(timeout)
             except OverlapError as error:
                 raise self.fail(error) from error.__cause__
         self.raise_error()
         return self.report
+
+    def _await_peers(self, timeout: float | None = None) -> None:
+        """Wait until every rank has come to the meeting of the last pass; raise with its report."""
+        try:
+            self._peers.wait(timeout)
+        except OverlapError as error:
+            raise error.with_report(self.report) from error.__cause__
 
     def require_outside_pass(self) -> None:
         """Raise the first error, or raise if a backward pass runs or was left.
@@ -472,7 +462,7 @@ class Engine:
         current = self._current  # read once: another thread may begin the next one
         if current.state is not PassState.STEPS or self.error is not None:
             return None
-        if current.is_in_task() or inside_backward():
+        if current.tasks.run() or inside_backward():
             raise ConfigError(
                 f"{call} while backward() runs, in one of its hooks or in another thread: call it when "
                 "backward() has returned"
@@ -487,14 +477,6 @@ class Engine:
             **self._progress(),
             **self._stepper.terms(),
         }
-
-
-def _is_inside_node() -> bool:
-    """Return whether a node of a backward pass runs on this thread, and not what follows all nodes.
-
-    No public name up to torch 2.15.
-    """
-    return private("torch._C", "_current_autograd_node", "the end of a backward pass")() is not None
 
 
 def _as_overlap_error(error: Exception) -> OverlapError:
@@ -518,7 +500,3 @@ def _require_agreement(compare: Callable[[], object]) -> None:
         compare()
     except (AgreementError, dist.DistError, ValueError) as error:  # the group may be destroyed
         raise kind_of_failure(error)(error_text(error)) from error
-
-
-class _TaskMark:
-    """Is alive as long as the callbacks of a graph task."""

@@ -40,8 +40,7 @@ class GradientWatch:
         self._positions: dict[torch.Tensor, int] = {}
         # Flags by position, which hooks set.
         self._came, self._came_since_step = bytearray(), bytearray()
-        self._used: tuple[Sequence[torch.Tensor], Sequence[GradientMark]] = ((), ())
-        self._marks: dict[torch.Tensor, GradientMark] | None = None
+        self._marks: dict[torch.Tensor, GradientMark] = {}  # of used gradients
         self._zeroed: bool | None = None  # all used gradients on accelerators; None: not known
         # A parameter does not keep its node, and with the node the hook would be lost.
         self._hooks: list[tuple[Node, torch.utils.hooks.RemovableHandle]] = []
@@ -87,8 +86,7 @@ class GradientWatch:
 
     def mark_as_used(self, parameters: Sequence[torch.Tensor], marks: Sequence[GradientMark]) -> None:
         """Count the gradients of these parameters, with these marks, and no others, as used by a step."""
-        self.forget_used()
-        self._used = parameters, marks
+        self._marks, self._zeroed = dict(zip(parameters, marks, strict=True)), None
         self._came_since_step[:] = bytes(len(self._positions))
 
     def mark_as_new(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -99,7 +97,7 @@ class GradientWatch:
 
     def forget_used(self) -> None:
         """Count no gradient as used."""
-        self._used, self._marks, self._zeroed = ((), ()), None, None
+        self._marks, self._zeroed = {}, None
 
     def has_come(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter got a gradient since :meth:`forget_arrivals`, and still has it."""
@@ -123,7 +121,7 @@ class GradientWatch:
         def arrive(gradients: Sequence[torch.Tensor | None]) -> None:
             if gradients[0] is None:
                 return
-            if not came_since_step[position]:
+            if not came_since_step[position] and parameter.grad is not None:
                 watch = weak_self()
                 if watch is not None and watch._refuses(parameter):  # noqa: SLF001
                     raise DoubleBackwardError(
@@ -142,13 +140,8 @@ class GradientWatch:
 
     def _is_used_up(self, parameter: torch.Tensor) -> bool:
         """Whether ``parameter.grad`` was used by a step, was changed or not since, and is not zero."""
-        gradient = parameter.grad
-        if gradient is None:
-            return False
-        if self._marks is None:
-            self._marks = dict(zip(*self._used, strict=True))
-        mark = self._marks.get(parameter)
-        if mark is None:
+        gradient, mark = parameter.grad, self._marks.get(parameter)
+        if gradient is None or mark is None:
             return False
         if gradient.device.type != "cpu":  # reading it makes the host wait, so a written one counts as zeros
             if gradient_marks([parameter]) != [mark]:

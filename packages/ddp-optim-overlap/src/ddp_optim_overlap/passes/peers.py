@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from ddp_optim_overlap.errors import CommunicationError, ConfigError, OverlapError
 from ddp_optim_overlap.passes.averaging import numbers_on, start_all_reduce
-from ddp_optim_overlap.passes.backward_pass import BackwardPass
 from ddp_optim_overlap.passes.gradient_watch import is_capturing
 from dist_utils import OrderedWorker
 from dist_utils.process_groups import error_text, record_use, runs_on_host
@@ -45,7 +44,6 @@ class Peers:
         self._private: weakref.ref[dist.ProcessGroup] | None = None
         self._streams: dict[torch.device, Any] = {}
         self._finish_meeting: Callable[[float | None], list[int]] | None = None
-        self._met: BackwardPass | None = None
         # A thread of Gloo that drops a tensor last needs the interpreter, for which torch 2.6 waits while it
         # destroys a group, and with it that thread.
         self._kept: torch.Tensor | None = None
@@ -82,22 +80,21 @@ class Peers:
 
         return finish
 
-    def meet(self, number: int, current: BackwardPass, device: torch.device, *, paused: bool) -> None:
+    def meet(self, number: int, device: torch.device, *, paused: bool, failed: bool) -> None:
         """Start the meeting that follows the last bucket of a pass.
 
         Args:
             number: Of the pass, among all that have averaged.
-            current: The pass.
             device: The device of its gradients.
             paused: Whether it only averages, in ``handle.pause()``.
+            failed: Whether this rank has failed in it.
         """
         group = self._worker.process_group
         if group.size() == 1 or is_capturing():
             return
-        failed = current.failure is not None
         claim = [number, -number, paused, -paused, failed]  # maxima over the ranks tell whether all are equal
         meet = self._meet_on_host if runs_on_host(group, device) else partial(self._meet_on_device, device)
-        self._finish_meeting, self._met = meet(claim), current
+        self._finish_meeting = meet(claim)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every rank has come to the last meeting, or one has failed.
@@ -110,26 +107,21 @@ class Peers:
             CommunicationError: Another rank has failed.
             ConfigError: Ranks are in different passes.
         """
-        if self._finish_meeting is None or self._met is None or is_capturing():
+        if self._finish_meeting is None or is_capturing():
             return
-        report = self._met.report()
-        try:
-            largest = self._finish_meeting(timeout)
-        except CommunicationError as error:
-            raise error.with_report(report) from error.__cause__
-        newest, oldest, paused, not_paused, failed = largest
+        newest, oldest, paused, not_paused, failed = self._finish_meeting(timeout)
         if newest != -oldest or paused != -not_paused:
             raise ConfigError(
                 "ranks are in different backward passes, or some are in handle.pause() and others are not: "
                 "call pause() and remove() on every rank"
             )
         if failed:
-            raise CommunicationError("another rank failed in this step", report)
-        self._finish_meeting = self._met = None
+            raise CommunicationError("another rank failed in this step")
+        self._finish_meeting = None
 
     def fail(self, error: OverlapError) -> None:
         """Keep the first error, and let the peers hear of one: the private group ends."""
-        self._finish_meeting = self._met = None  # what waits for it would keep the connections
+        self._finish_meeting = None  # what waits for it would keep the connections
         self._worker.fail(error)
 
     def _meet_on_host(self, claim: list[int]) -> Callable[[float | None], list[int]]:

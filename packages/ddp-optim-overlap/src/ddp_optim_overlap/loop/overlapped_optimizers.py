@@ -53,7 +53,7 @@ class OverlappedOptimizers(Stepper):
         self._sparse = sparse or {}
         self.parts = [PartialSteps(one, reviewed=is_reviewed(one)) for one in optimizers]
         self.calls = StepCalls(optimizers)
-        self._looked_at = 0
+        self._known_averaged = 0
         self._not_averaged: list[tuple[PartialSteps, torch.Tensor]] = []
         self._require_no_pre_hooks()
 
@@ -72,7 +72,7 @@ class OverlappedOptimizers(Stepper):
         self.calls.begin()
         changed = [one.begin() for one in self.parts]
         if any(changed):
-            self._looked_at = 0
+            self._known_averaged = 0
             for one in self._optimizers:
                 require_plain_options(one)
                 if is_reviewed(one):
@@ -81,8 +81,8 @@ class OverlappedOptimizers(Stepper):
 
     def require_averaged(self, averaged: Collection[torch.Tensor]) -> None:
         """Raise if a parameter would have to be stepped that DDP does not average."""
-        if len(averaged) != self._looked_at:
-            self._looked_at = len(averaged)
+        if len(averaged) != self._known_averaged:
+            self._known_averaged = len(averaged)
             self._not_averaged = [
                 (part, one) for part in self.parts for one in part.places if one not in averaged
             ]
