@@ -5,7 +5,7 @@
     python benchmarks/bench_whole_steps.py losses           # an hour
     python benchmarks/bench_whole_steps.py table            # of the stored results, for documents
     python benchmarks/bench_whole_steps.py short-table      # the README's
-    python benchmarks/bench_whole_steps.py equal-time       # losses after equal time, by links
+    python benchmarks/bench_whole_steps.py equal-time benchmarks/results/low_rank.json  # losses, by links
 
 Models: transformers of 7 and 57 million parameters on the standard library's sources, a convolutional network
 and a wide perceptron on digits (scikit-learn's). AdamW; SGD for the convolutional network. One thread per
@@ -112,8 +112,9 @@ def draw_both(results: dict[str, Any], path: Path) -> None:
 def main() -> None:
     """Run the requested parts."""
     printed = {"table": tables, "short-table": short_table, "equal-time": equal_time}
-    if make := printed.get(" ".join(sys.argv[1:])):
-        print(make(json.loads((RESULTS / "whole_steps.json").read_text())))
+    if len(sys.argv) > 1 and (make := printed.get(sys.argv[1])):
+        file = sys.argv[2] if len(sys.argv) > 2 else RESULTS / "whole_steps.json"
+        print(make(json.loads(Path(file).read_text())))
         return
     benchmark = Benchmark(__file__, __doc__, repeats=31)
     add = benchmark.parser.add_argument

@@ -45,6 +45,7 @@ LABELS = {
     "low-rank-one": "ours: low rank, rank 8, one bucket",
     "low-rank4-one": "ours: low rank, rank 4, one bucket",
     "low-rank16": "ours: low rank, rank 16",
+    "low-rank24": "ours: low rank, rank 24",
     "low-rank-auto": 'ours: low rank, `rank="auto"`',
     "low-rank-rest": "ours: low rank, rank 4, and 1 bit of the rest",
     "auto": "ours: auto",
@@ -62,6 +63,7 @@ LOW_RANK: dict[str, dict[str, Any]] = {
     "low-rank-one": {"rank": 8},
     "low-rank4-one": {"rank": 4},
     "low-rank16": {"rank": 16},
+    "low-rank24": {"rank": 24},
     "low-rank-auto": {"rank": "auto"},
     "low-rank-rest": {"rank": 4, "residual_bits": 1},
 }
