@@ -189,6 +189,8 @@ COMPRESS, OVERLAP, UTILS, COLLECTIVES = (
     )
 )
 FP32 = "fp32, allreduce_hook"
+GATHERS = ("times", "2 hosts of 2 ranks", "1gbit")
+NATIVE_ROW, BOTH_ROW = "native FSDP2, fp32", "both in 8 bits: also `quantize_all_gather`"
 
 
 def _bucket(bits: str, row: str, key: str, hosts: int, rate: str, documents: Sequence[str]) -> Claim:
@@ -325,6 +327,39 @@ CLAIMS = (
         one=("times", "1gbit", "native HSDP, fp32"),
         other=("times", "1gbit", "ours: 8 bits"),
         measured_by="sharded_steps",
+    ),
+    *(
+        Claim(
+            name=f"FSDP2's gathers in 8 bits{', kept' if kept else ''}, 2 x 2 ranks",
+            sentence=f"On 2 hosts of 2 ranks, 1 Gbit/s, {what} are {{value:.2f}} times as fast as FSDP2.",
+            places=(
+                Place(f"{BENCHMARKS}/fsdp2.md", "{other:.0f} ms, {value:.2f}x", row, "1 Gbit/s"),
+                Place(f"{BENCHMARKS}/fsdp2.md", "{one:.0f} ms", NATIVE_ROW, "1 Gbit/s"),
+            ),
+            results="fsdp_gather.json",
+            one=(*GATHERS, "native FSDP2, fp32"),
+            other=(*GATHERS, side),
+            measured_by="gathered_steps",
+        )
+        for kept, what, row, side in (
+            (False, "parameters and gradients in 8 bits", BOTH_ROW, "both in 8 bits"),
+            (
+                True,
+                "both in 8 bits, kept for the backward pass,",
+                "both, `keep_for_backward=True`",
+                "both in 8 bits, kept for backward",
+            ),
+        )
+    ),
+    Claim(
+        name="bytes of FSDP2's gathers in 8 bits, 2 x 2 ranks",
+        sentence="Parameters and gradients in 8 bits take {value:.2f} bytes a parameter on a host's link.",
+        places=(Place(f"{BENCHMARKS}/fsdp2.md", "{value:.2f}", BOTH_ROW, "bytes a parameter"),),
+        results="fsdp_gather.json",
+        one=(*GATHERS, "both in 8 bits", "bytes_a_parameter"),
+        measured_by="gathered_steps",
+        better="less",
+        least_spread=0.02,
     ),
     Claim(
         name="walk of a batch",

@@ -81,6 +81,13 @@ def sharded_steps() -> dict[str, Any]:
     return {"times": {"1gbit": _bench("fsdp").times_of("1gbit", 7)}}
 
 
+def gathered_steps() -> dict[str, Any]:
+    """Gather FSDP2's parameters in few bits on two hosts of two ranks."""
+    where, names = "2 hosts of 2 ranks", ("native FSDP2, fp32", "both in 8 bits")
+    names += ("both in 8 bits, kept for backward",)
+    return {"times": {where: {"1gbit": _bench("fsdp_gather").times_of("1gbit", 7, where, names)}}}
+
+
 def walks() -> dict[str, Any]:
     """Walk a dict of lists."""
     bench = _bench("containers")

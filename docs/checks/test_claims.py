@@ -170,6 +170,36 @@ def test_what_nccl_messages_take_of_the_host_is_that_of_the_results():
     assert stands(Place("docs/gpu.md", ""), f"`all_to_all`: {two}, {four} and {eight} us")
 
 
+GATHER_ROWS = {
+    "native FSDP2, fp32": "native FSDP2, fp32",
+    "native, resharded": "native, resharded to 2 ranks",
+    "gradients in 16 bits": "gradients in 16 bits",
+    "gradients in 8 bits: `quantize_reduce_scatter`": "gradients in 8 bits",
+    "both in 8 bits: also `quantize_all_gather`": "both in 8 bits",
+    "both, resharded": "both in 8 bits, resharded to 2 ranks",
+    "both, gradients in 4 bits, resharded": "weights in 8 bits, gradients in 4, resharded to 2 ranks",
+    "both, `keep_for_backward=True`": "both in 8 bits, kept for backward",
+    "both, `differences=True`": "differences in 4 bits, gradients in 8",
+    "both, `differences=True`, gradients in 4 bits": "differences and gradients in 4 bits",
+}
+
+
+@pytest.mark.parametrize("row", GATHER_ROWS)
+def test_the_tables_of_sharded_gathers_are_those_of_the_results(row):
+    results = json.loads((RESULTS / "fsdp_gather.json").read_text())
+    page, side = (ROOT / "docs/benchmarks/fsdp2.md").read_text(), GATHER_ROWS[row]
+    found = [results["times"][where] for where in ("2 hosts of 2 ranks", "4 hosts of 1 rank")]
+    for rate, column in {"200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s"}.items():
+        entries = [rates[rate][side] for rates in found if side in rates[rate]]
+        assert cells(page, row, column) == [
+            f"{entry['median_ms']:.0f} ms"
+            + (f", {entry['times_faster']:.2f}x" if side != "native FSDP2, fp32" else "")
+            for entry in entries
+        ]
+    counted = [rates["1gbit"][side]["bytes_a_parameter"] for rates in found if side in rates["1gbit"]]
+    assert cells(page, row, "bytes a parameter") == [f"{value:.2f}" for value in counted]
+
+
 def test_the_table_of_many_ranks_is_that_of_the_results():
     results = json.loads((RESULTS / "many_ranks.json").read_text())
     path = "docs/benchmarks/many-ranks.md"

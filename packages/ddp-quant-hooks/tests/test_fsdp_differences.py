@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 from unittest import mock
 
 import pytest
@@ -129,13 +130,15 @@ def _weights(rank, hosts):
                 optimizer.param_groups[0]["lr"] = rate
                 before, exact = handle.statistics, whole(net)
                 expected = [one.gathered(layer) for one, layer in zip(simulations, net, strict=True)]
-                net(_batch(step, width).requires_grad_()).square().mean().backward()
+                for micro_batch in range(1 + step % 2):
+                    net(_batch(step + micro_batch, width).requires_grad_()).square().mean().backward()
                 assert_same(whole(net), exact, name)
                 for layer, weights in zip(net, expected, strict=True):
-                    for when in ("forward", "backward"):
-                        assert_same(layer.seen[when][-1], weights, (name, way, step, when))
+                    for when, back in itertools.product(("forward", "backward"), range(1, 2 + step % 2)):
+                        assert_same(layer.seen[when][-back], weights, (name, way, step, when))
                     assert same_on_all_ranks(layer.seen["forward"][-1])
-                _check(handle.statistics - before, name, simulations, where=named and hosts, way=way)
+                if step % 2 == 0:
+                    _check(handle.statistics - before, name, simulations, where=named and hosts, way=way)
                 optimizer.step()
                 optimizer.zero_grad()
             assert 0 < handle.relative_error() < 0.01

@@ -218,12 +218,12 @@ def _with_everything(_):
         ({"reshard_after_forward": False}, {"accumulate": True}),
     ):
         native = _losses(_composed(mesh, **options)[0], **run)
-        for ours in ({}, {"keep_for_backward": True}):
+        for ours in ({}, {"keep_for_backward": True}, {"differences": True}):
             net, handle = _composed(mesh, ours=ours, **options)
             losses = _losses(net, **run)
             _near(native, losses)
             assert same_on_all_ranks(losses)
-            assert handle.statistics.quantized_gathers > 0
+            assert handle.statistics.quantized_gathers + handle.statistics.exact_gathers > 0
             net, _ = _composed(mesh, ours=ours, **options)
             state = QuantizedAllreduceState(min_bytes=0)
             quantize_reduce_scatter(net, state)
@@ -272,6 +272,9 @@ def _ways_to_gather(_):
     with mock.patch.object(module_gather, "runs_on_host", return_value=False):  # as a GPU's backend sends
         assert torch.equal(losses(lambda _: None)[0], plain)
         assert torch.equal(losses(_asynchronous)[0], plain)
+    by_differences, _ = losses(lambda _: None, differences=True)
+    for prepare in (_prefetch, _asynchronous):
+        assert torch.equal(losses(prepare, differences=True)[0], by_differences), prepare
 
 
 def _compiled(_):
@@ -332,20 +335,23 @@ def _with_averages_between_nodes(_):
     """On hosts that hold a replica each, natively and with few bits between them; with tensor parallelism."""
     mesh = nodes_and_shards()
     native = _losses(_composed(mesh)[0])
-    hsdp, _ = _composed(mesh, ours={})
-    _near(native, _losses(hsdp))
+    for ours in ({}, {"differences": True}):
+        hsdp, _ = _composed(mesh, ours=ours)
+        _near(native, _losses(hsdp))
     both, _ = _composed(mesh["shard"], ours={})
     state = QuantizedAllreduceState(mesh["node"], min_bytes=0)
     quantize_all_reduce(both, state)
     _near(native, _losses(both))
     assert state.statistics.quantized_buckets > 0
     tensor = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-    halves = [Halves(tensor, tensor["shard"]) for _ in range(2)]
+    halves = [Halves(tensor, tensor["shard"]) for _ in range(3)]
     handle = quantize_all_gather(halves[1], min_bytes=0)
+    quantize_all_gather(halves[2], min_bytes=0, differences=True)
     generator = torch.Generator().manual_seed(tensor["shard"].get_local_rank())
     x = torch.randn(4, 37, generator=generator)
     found = [net(x) for net in halves]
-    torch.testing.assert_close(*found, rtol=0.02, atol=0.01)
+    torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0.01)
+    assert torch.equal(found[2], found[0]), "the first gather is exact"
     assert handle.statistics.quantized_gathers == 1
     found[1].square().mean().backward()
 

@@ -117,7 +117,10 @@ class Differences:
         entering, leaving, rows = self._route.entering, self._route.leaving, copies.rows
         message = torch.empty(form.message_bytes, dtype=torch.uint8, device=own.device)
         received = torch.empty(len(entering), form.message_bytes, dtype=torch.uint8, device=own.device)
-        is_exact = not encode_difference(form, lengths, own, rows[0], message) or copies.number == 0
+        # What has not changed keeps its bits, as for all micro-batches of a step.
+        shard = rows[0] if torch.equal(own, copies.last) else own
+        is_exact = not encode_difference(form, lengths, shard, rows[0], message) or copies.number == 0
+        copies.last.copy_(own)
         note = [copies.number, int(is_exact), 0, 0]
         form.note(message).view(torch.int32).copy_(torch.tensor(note, dtype=torch.int32))
         yield from _arrival(
@@ -232,18 +235,20 @@ class _Copies:
 
     Attributes:
         rows: This rank's own, then those that other ranks send it.
+        last: The shard that this rank's own is a copy of.
         number: How many gathers have changed them.
     """
 
-    def __init__(self, rows: torch.Tensor) -> None:
-        self.rows, self.number = rows, 0
+    def __init__(self, rows: torch.Tensor, last: torch.Tensor) -> None:
+        self.rows, self.last, self.number = rows, last, 0
         self._used: Any = None
 
     @classmethod
     def empty(cls, count: int, like: torch.Tensor) -> _Copies:
         """Return copies that have nothing yet."""
         with torch.inference_mode(False):
-            return cls(torch.zeros(count, like.numel(), dtype=like.dtype, device=like.device))
+            rows = torch.zeros(1 + count, like.numel(), dtype=like.dtype, device=like.device)
+            return cls(rows[1:], rows[0])
 
     def begin_use(self) -> None:
         """Let the current stream use them after those that have used them before."""
