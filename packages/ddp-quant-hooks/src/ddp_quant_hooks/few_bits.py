@@ -68,7 +68,7 @@ class FewBits(Average):
     ) -> FewBitsTask:
         few, exact = None, tuple[Span, ...]()
         count = sum(map(value_count, tensors))
-        if any(map(self._is_exact, owners)):
+        if self._options.exact_1d and any(map(self._is_exact, owners)):
             few, exact = self._split(owners)
             owners = [owner for owner in owners if not self._is_exact(owner)]
             count = sum(map(len, few))
@@ -155,7 +155,9 @@ class FewBits(Average):
         not_finite: NotFinite | None,
         label: int,
     ) -> Task:
-        slots: dict[str, Slot] = {name: Slot(spans) for name, spans in plan.slots.items()}
+        slots = dict[str, Slot]()
+        if self._feedback.wanted:
+            slots = {name: Slot(spans) for name, spans in plan.slots.items()}
         residuals = self._feedback.residuals(step, owners, slots, device)
         return Task(plan, residuals.span, not_finite, label)
 

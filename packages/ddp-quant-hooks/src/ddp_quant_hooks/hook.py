@@ -67,26 +67,43 @@ def average_bucket(
     name: str, state: AveragingState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket as its state does, for the hook of this name."""
-    buffer, index = check_buffer(name, bucket), bucket.index()
-    with profiler_range(f"{name}:bucket_{index}"):
+    buffer = check_buffer(name, bucket)
+    read = _ReadBucket(bucket.index(), buffer, bucket.parameters())
+    with profiler_range(f"{name}:bucket_{read.number}"):
         state.refuse_capture(buffer)
         group = state.process_group
         if group.size() == 1:
             return completed_future(buffer)
         try:
-            state.begin_bucket(name, bucket)
-            step = state.feedback.begin_bucket(bucket)
+            state.begin_bucket(name, read)
+            step = state.feedback.begin_bucket(read)
             with step.outcome:
-                owners = bucket.parameters()
+                owners = read.owners
                 if buffer.numel() == 0:
                     return completed_future(buffer)
                 if buffer.is_sparse or not state.average.quantizes(owners, [buffer], group.size()):
                     return start_mean(group, buffer).then(_count_when_done(state, step, group, buffer))
                 prepared = state.average.prepare(group, step, owners, [buffer])
-                return _submit_average(state, f"{name}:average_bucket_{index}", prepared, step, buffer)
+                return _submit_average(state, f"{name}:average_bucket_{read.number}", prepared, step, buffer)
         except Exception as error:  # noqa: BLE001 - raised here, any would leave DDP in the middle of a pass
             state.fail(error)
             return failed_future(error, buffer)
+
+
+class _ReadBucket:
+    """The parts of a bucket, which is asked for them once: torch makes new objects each time."""
+
+    def __init__(self, number: int, values: torch.Tensor, owners: list[torch.Tensor]) -> None:
+        self.number, self.values, self.owners = number, values, owners
+
+    def index(self) -> int:
+        return self.number
+
+    def buffer(self) -> torch.Tensor:
+        return self.values
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self.owners
 
 
 def check_buffer(hook: str, bucket: GradBucket) -> torch.Tensor:
