@@ -226,6 +226,23 @@ def test_a_peer_that_stops_or_fails_is_an_error_within_the_groups_timeout(how):
     assert waited < 2 * seconds
 
 
+def _other_order(rank, options):
+    """Gather two modules of one size, on each rank another one first; return how long it waits."""
+    net = shard_layers(watched_layers(), init_device_mesh("cpu", (2,)))
+    quantize_all_gather(net, min_bytes=0, **options)
+    for layer in net:
+        layer.unshard()
+        layer.reshard()
+    with pytest.raises(RuntimeError):
+        net[rank].unshard()
+
+
+@needs_custom_gathers
+@pytest.mark.parametrize("options", [{}, {"differences": True}])
+def test_ranks_that_gather_other_modules_take_none_for_another(options):
+    run_ranks(_other_order, 2, options, group_timeout=patience(4.0), timeout=100)
+
+
 @needs_custom_gathers
 def test_a_problem_is_told_in_all_groups_of_a_rank():
     run_ranks(_groups, 4, timeout=60)

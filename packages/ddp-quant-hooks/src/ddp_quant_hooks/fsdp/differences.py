@@ -5,14 +5,13 @@ What rounding loses of a difference is in the next one, as that is taken to the 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.fsdp.gather_plan import Route, ShardFormat
+from ddp_quant_hooks.fsdp.gather_plan import Route, ShardFormat, message_tags
 from dist_utils import start_messages
 from dist_utils.process_groups import Arrival, record_use
 
@@ -22,11 +21,6 @@ NOTE_BYTES = 16
 _MOST_ERROR = 0.005
 """The largest error of a parameter's shard, relative to it in L2, with which a difference is sent: less than
 that of 8 bits, 0.0065."""
-
-_DIFFERENCES, _VALUES, _INSIDE = (
-    zlib.crc32(f"quantize_all_gather, differences {step}".encode()) for step in (1, 2, 3)
-)
-"""Tags of messages, identical in every process and unlike those of other senders in FSDP's group."""
 
 
 class Sent(NamedTuple):
@@ -41,6 +35,14 @@ class Sent(NamedTuple):
     exact: bool
     bytes_to_receiver: int
     bytes_inside: int
+
+
+class Tags(NamedTuple):
+    """The tags of the messages of one module."""
+
+    differences: int
+    values: int
+    inside: int
 
 
 class Differences:
@@ -58,6 +60,7 @@ class Differences:
 
     def __init__(self, name: str, group: dist.ProcessGroup, route: Route) -> None:
         self._name, self._group, self._route = name, group, route
+        self._tags = Tags(*message_tags(name, *Tags._fields))
         self._copies: _Copies | None = None
 
     def start_over(self) -> None:
@@ -128,7 +131,7 @@ class Differences:
                 self._group,
                 receives=zip(entering, received, strict=True),
                 sends=[(rank, message) for rank in leaving],
-                tag=_DIFFERENCES,
+                tag=self._tags.differences,
             )
         )
         record_use(received)  # an asynchronous gather may go on on another stream
@@ -143,7 +146,7 @@ class Differences:
                 self._group,
                 receives=[(rank, places[rank].view(torch.uint8)) for rank in exact],
                 sends=[(rank, rows[0].view(torch.uint8)) for rank in leaving if is_exact],
-                tag=_VALUES,
+                tag=self._tags.values,
             )
         )
         copies.number += 1
@@ -179,7 +182,7 @@ class Differences:
             self._group,
             receives=[(peer, place.view(torch.uint8)) for peer, place in receives],
             sends=[(peer, rows.view(torch.uint8)) for peer in route.inside],
-            tag=_INSIDE,
+            tag=self._tags.inside,
         )
         for rank, row in zip((self._group.rank(), *route.entering), rows, strict=True):
             shards[rank].copy_(row)

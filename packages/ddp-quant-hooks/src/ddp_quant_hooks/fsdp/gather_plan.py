@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain
@@ -215,6 +216,15 @@ def plan_route(hosts: tuple[int, ...], rank: int) -> Route:
         spans[rank] if others else Span(0, 0),
         tuple((peer, spans[peer]) for peer in others),
     )
+
+
+def message_tags(module: str, *steps: str) -> tuple[int, ...]:
+    """Return the tag of each step's messages, unlike those of other modules and senders in FSDP's group.
+
+    They are identical in every process. A rank that gathers another module, as it does when it alone has
+    caught an error and begun anew, is waited for: its weights are taken for no others of the same size.
+    """
+    return tuple(zlib.crc32(f"quantize_all_gather {module}: {step}".encode()) for step in steps)
 
 
 @lru_cache(maxsize=_MOST_PLANS)

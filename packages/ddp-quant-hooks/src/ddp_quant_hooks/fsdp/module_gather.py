@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_quant_hooks.fsdp.differences import NOTE_BYTES, Differences
-from ddp_quant_hooks.fsdp.gather_plan import ShardFormat, plan_route, shard_format
+from ddp_quant_hooks.fsdp.gather_plan import ShardFormat, message_tags, plan_route, shard_format
 from ddp_quant_hooks.fsdp.gather_statistics import GatherCounter
 from ddp_quant_hooks.fsdp.sharded_module import ShardedModule
 from ddp_quant_hooks.kernels import VALUE_DTYPES, Layout
@@ -23,9 +22,6 @@ from dist_utils.process_groups import Arrival, record_use, runs_on_host
 from dist_utils.torch_compat import all_gather_single, inside_backward, private, profiler_range
 
 _log = logging.getLogger(__name__)
-
-_FROM_THE_OWNER, _HANDED_ON = (zlib.crc32(f"quantize_all_gather {step}".encode()) for step in (1, 2))
-"""Tags of messages, identical in every process and unlike those of other senders in FSDP's group."""
 
 
 class GatherOptions(NamedTuple):
@@ -82,6 +78,7 @@ class ModuleGather:
         self._is_direct = flat or len(set(hosts)) in (1, len(hosts))
         self._sent_to_other_hosts = sum(hosts[peer] != hosts[me] for peer in self._route.sends)
         self.name = module.name
+        self._from_the_owner, self._handed_on = message_tags(self.name, "a shard", "handed on")
         self._differences: Differences | None = None
         if options.differences:
             self._differences = Differences(self.name, self._group, self._route)
@@ -258,13 +255,13 @@ class ModuleGather:
             return
         receives = [(rank, place[rank]) for rank in route.receives]
         sends = [(rank, mine) for rank in route.sends]
-        yield start_messages(group, receives=receives, sends=sends, tag=_FROM_THE_OWNER)
+        yield start_messages(group, receives=receives, sends=sends, tag=self._from_the_owner)
         if route.handed_on:
             rows = memory.view(len(route.order), -1)
             handed_on = rows[route.hands_on.start : route.hands_on.stop]
             receives = [(rank, rows[span.start : span.stop]) for rank, span in route.handed_on]
             sends = [(rank, handed_on) for rank, _ in route.handed_on]
-            yield start_messages(group, receives=receives, sends=sends, tag=_HANDED_ON)
+            yield start_messages(group, receives=receives, sends=sends, tag=self._handed_on)
 
     def _keeps(self) -> bool:
         """Return whether the backward pass of the module will gather what it is gathering now."""
