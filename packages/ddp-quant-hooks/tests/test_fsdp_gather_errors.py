@@ -8,6 +8,7 @@ import pytest
 import torch
 from averaging_callers import spoiled_kernel
 from fsdp_models import (
+    BF16,
     Net,
     backward,
     needs_custom_gathers,
@@ -95,6 +96,8 @@ def _shapes_and_ranks(rank):
     _refused(AgreementError if rank == 0 else ValueError, four, sharded(mesh), bits=4 if rank else 8)
     layer = torch.nn.Linear(*((20, 30) if rank else (30, 20)), bias=False)
     _refused(AgreementError, r"module '\(model\)' is", fsdp.fully_shard(layer, mesh=mesh))
+    policy = BF16 if rank else fsdp.MixedPrecisionPolicy()
+    _refused(AgreementError, r"float32.* on rank 0, .*bfloat16.* on rank 1", sharded(mesh, mp_policy=policy))
     missing = "applied neither to the model"
     if rank:
         _refused(ValueError, missing, Net())

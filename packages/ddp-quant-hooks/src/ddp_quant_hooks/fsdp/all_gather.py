@@ -222,8 +222,12 @@ class GatherHandle(Replacement):
         def terms() -> dict[str, object]:
             if problem is not None:
                 raise problem
-            shapes = {f"module {module.name!r}": module.shapes for module in modules}
-            return {**self._options._asdict(), "wire format and plans": WIRE_VERSION, **shapes}
+            # Few bits of other dtypes have the same size, and would be taken for each other.
+            parameters = {
+                f"module {one.name!r}": [*zip(one.shapes, map(str, one.gathered_dtypes), strict=True)]
+                for one in modules
+            }
+            return {**self._options._asdict(), "wire format and plans": WIRE_VERSION, **parameters}
 
         def link() -> str:
             device = modules[0].group.device
