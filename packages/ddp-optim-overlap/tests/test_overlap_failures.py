@@ -96,7 +96,9 @@ class Job:
             raise KeyError("not today")
         if self.fails == "no future":
             return 0.5
-        wrong = {"no tensor": "text", "another size": torch.zeros(3, 3)}.get(self.fails)
+        without_values = torch.empty_like(bucket.buffer(), device="meta")
+        wrong = {"no tensor": "text", "another size": torch.zeros(3, 3), "no values": without_values}
+        wrong = wrong.get(self.fails)
         future = torch.futures.Future()
         if wrong is not None:
             future.set_result(wrong)
@@ -136,6 +138,7 @@ def _fail_after(average, future):
         "future": ("future", CommunicationError, "not today"),
         "no tensor": ("no tensor", ConfigError, "must hold a tensor, got str"),
         "another size": ("another size", ConfigError, "elements, got 9"),
+        "no values": ("no values", ConfigError, "its bucket can take"),
         "no future": ("no future", ConfigError, "must return a future, got float"),
     }
 )

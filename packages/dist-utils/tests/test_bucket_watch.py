@@ -184,3 +184,54 @@ def _closures(_):
 
 def test_a_closures_gradients_are_looked_at_before_the_step():
     assert run_ranks(_closures, 2) == [(True, [(2, []), (1, ["closure"])])] * 2
+
+
+class _Task(torch.nn.Module):
+    """A layer of its own behind one that other tasks have, too."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.shared, self.own = shared, torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.own(self.shared(x))
+
+
+def _shared(_):
+    shared, found = torch.nn.Linear(4, 4), {}
+    models, watches = [], []
+    for name in ("One", "Two"):
+        ddp, state = DistributedDataParallel(_Task(shared)), _State()
+        watches.append(BucketWatch(ddp, name, state))
+        ddp.register_comm_hook(state, _hook(watches[-1]))
+        models.append(ddp)
+    both = torch.nn.ModuleList(models)
+    for ddp, name in zip(models, ("one", "two"), strict=True):
+        found[name] = _steps(ddp, both)
+        found[f"{name} locally"] = _steps(ddp.module, both, 1)
+    return found
+
+
+def test_models_with_a_common_layer_are_averaged_by_turns():
+    for found in run_ranks(_shared, 2):
+        assert found.pop("one") == found.pop("two") == [""] * 3
+        for name in ("one", "two"):
+            assert "'shared.weight'" in found.pop(f"{name} locally")[0]
+        assert not found
+
+
+def _sparse(_):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Embedding(4, 4, sparse=True), torch.nn.Linear(4, 4))
+    ddp = DistributedDataParallel(net)
+    watch = BucketWatch(ddp, "MyState")
+    watch.bucket_came()
+    net(torch.tensor([1, 2])).sum().backward()
+    torch.optim.SGD(torch.nn.Linear(4, 4).parameters(), lr=0.1).step()  # of another model
+    with pytest.raises(UnaveragedGradientsError) as caught:
+        torch.optim.SGD(ddp.parameters(), lr=0.1).step()
+    return caught.value.parameters
+
+
+def test_sparse_gradients_are_looked_at():
+    assert run_ranks(_sparse, 2) == [("0.weight", "1.weight")] * 2

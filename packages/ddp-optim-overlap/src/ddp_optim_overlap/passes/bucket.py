@@ -113,8 +113,12 @@ class BucketGradients:
             raise ConfigError(
                 f"the hook's future must hold a tensor of {self.buffer.numel()} elements, got {first.numel()}"
             )
-        record_use(first)  # it may belong to the hook's stream, and is read on this one
-        self.buffer.copy_(first if self.buffer.is_sparse else first.view_as(self.buffer))
+        try:
+            record_use(first)  # it may belong to the hook's stream, and is read on this one
+            self.buffer.copy_(first if self.buffer.is_sparse else first.reshape(self.buffer.shape))
+        except RuntimeError as error:  # raised as it is, it would leave DDP in the middle of a pass
+            text = f"the hook's future must hold a tensor that its bucket can take: {error_text(error)}"
+            raise ConfigError(text) from error
 
 
 class KnownBuckets:

@@ -50,8 +50,9 @@ class BucketWatch:
     If no bucket has ever come and the model has another hook, or none, its gradients are probably averaged
     without the hook of this watch. A warning says so, once.
 
-    Watches of one model share what they see, so that a bucket for any of them will do. A later model with the
-    same parameters takes them over. Not seen are steps of optimizers that are no ``torch.optim.Optimizer``,
+    Watches of one model share what they see, so that a bucket for any of them will do. Of models that share
+    some of their parameters, a bucket for any watch will do for these. A later model with all parameters of
+    an earlier one takes them over. Not seen are steps of optimizers that are no ``torch.optim.Optimizer``,
     and steps that ``torch.compile`` has compiled. DDP's Python reducer has no buckets and is not watched, nor
     is a single rank.
 
@@ -83,8 +84,7 @@ class BucketWatch:
     def bucket_came(self) -> None:
         """Note that DDP has handed over a bucket, so that all gradients so far are averaged."""
         if self._passes is not None:
-            self._passes.came = True
-            self._passes.unaveraged.clear()
+            self._passes.bucket_came()
 
     def end(self) -> None:
         """Stop watching."""
@@ -108,15 +108,17 @@ class _Passes:
     Attributes:
         averaged: The parameters that DDP averages, by id.
         came: Whether a bucket has ever come.
-        unaveraged: Names of watched parameters that got a gradient after the last bucket.
+        unaveraged: Names of watched parameters that got a gradient after the last bucket, by id.
         watches: For whom this looks.
+        sharing: The passes of other models that have some of the parameters, too.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
         self.came = False
-        self.unaveraged: set[str] = set()
+        self.unaveraged: dict[int, str] = {}
         self.watches: set[BucketWatch] = set()
+        self.sharing: weakref.WeakSet[_Passes] = weakref.WeakSet()
         self.averaged = frozenset(map(id, _averaged_parameters(ddp)))
         self._outside: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[torch.Tensor]]] = (
             weakref.WeakKeyDictionary()
@@ -127,6 +129,14 @@ class _Passes:
             parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
             for name, parameter in watched[:: every or 1]
         ]
+
+    def bucket_came(self) -> None:
+        """Note that all gradients of the model so far are averaged."""
+        self.came = True
+        self.unaveraged.clear()
+        for other in self.sharing:
+            for one in other.unaveraged.keys() & self.averaged:
+                del other.unaveraged[one]
 
     def end(self) -> None:
         """Stop looking."""
@@ -165,12 +175,12 @@ class _Passes:
     def _hook(self, name: str) -> Any:
         ddp_of, watches, unaveraged = self._ddp, self.watches, self.unaveraged
 
-        def got_gradient(_: torch.Tensor) -> None:
+        def got_gradient(parameter: torch.Tensor) -> None:
             ddp = ddp_of()
             if ddp is None or not ddp.require_backward_grad_sync:  # inside no_sync()
                 return
             if not any(watch.paused for watch in watches):
-                unaveraged.add(name)
+                unaveraged[id(parameter)] = name
 
         return got_gradient
 
@@ -182,10 +192,10 @@ class _Passes:
         in_step = set(map(id, _parameters_of(optimizer)))
         found = []
         for name, parameter in ddp.module.named_parameters():
-            if name not in self.unaveraged:
+            if id(parameter) not in self.unaveraged:
                 continue
-            if parameter.grad is None or not parameter.grad.count_nonzero():
-                self.unaveraged.discard(name)  # it was not for a step
+            if parameter.grad is None or _is_zero(parameter.grad):
+                del self.unaveraged[id(parameter)]  # it was not for a step
             elif id(parameter) in in_step:
                 found.append(name)
         return found
@@ -252,13 +262,16 @@ _of_models: weakref.WeakKeyDictionary[DistributedDataParallel, _Passes] = weakre
 
 
 def _passes_of(ddp: DistributedDataParallel) -> _Passes:
-    """Return the passes of a model, whose parameters belong to no other model from now on."""
+    """Return the passes of a model; those of models of which it has all parameters end."""
     passes = _of_models.get(ddp)
     if passes is None:
         passes = _Passes(ddp)
         for earlier in list(_of_models.values()):
-            if not passes.averaged.isdisjoint(earlier.averaged):
+            if earlier.averaged <= passes.averaged:
                 earlier.end()
+            elif not earlier.averaged.isdisjoint(passes.averaged):
+                earlier.sharing.add(passes)
+                passes.sharing.add(earlier)
         _look_at_steps()
         _of_models[ddp] = passes
     return passes
@@ -273,6 +286,11 @@ def _error(text: str, names: list[str]) -> UnaveragedGradientsError:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(map(repr, names[:_NAMED])) + more
+
+
+def _is_zero(gradient: torch.Tensor) -> bool:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return not values.count_nonzero()
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
