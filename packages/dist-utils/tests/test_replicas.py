@@ -59,11 +59,14 @@ def _same(rank):
         torch.zeros(0, 3),
         torch.ones(2, requires_grad=bool(rank)),
         {},
+        {"function": lambda: None, "object": object()},  # which are elsewhere on the other rank
     ):
         assert said(values) == ""
     with torch.inference_mode():
         require_same_on_all_ranks(torch.ones(2))
     require_same_on_all_ranks(torch.tensor(rank), step=3, every=2)  # not compared
+    with pytest.raises(ValueError, match="every must be positive, got 0"):
+        require_same_on_all_ranks(net, step=3, every=0)
     return True
 
 

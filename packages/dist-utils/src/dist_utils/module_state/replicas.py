@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,9 @@ from dist_utils.process_groups.messages import all_gather_plain, gather_rows
 
 _NAMED = 3
 """Differing entries that a message names."""
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+"""Where an object is, which the ``repr`` of functions and of many objects tells: on every rank elsewhere."""
 
 _NOTHING = ("nothing", "more", "")
 """What a rank that holds fewer entries says of a later one."""
@@ -59,13 +63,13 @@ def require_same_on_all_ranks(
             container of these. Of a module its parameters and buffers are compared, of a
             ``DistributedDataParallel`` module not those that it was told to ignore. Bits are compared, so two
             equal NaN are identical; strides and the device's index may differ. What is no tensor is compared
-            by its ``repr``.
+            by its ``repr``, without addresses in memory.
         process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
         buffers: Whether the buffers of modules are compared. Those of ``BatchNorm`` differ between the
             forward passes of a ``DistributedDataParallel`` module, where every rank counts its own batches.
         ignore: Names of parameters and buffers of modules that may differ, as in ``named_parameters()``.
         step: The number of the training step, for ``every`` and for the message.
-        every: Compare only if ``step`` is a multiple of this, and otherwise return at once.
+        every: Compare only if ``step`` is a multiple of this positive number, and otherwise return at once.
 
     Raises:
         AgreementError: On every rank, with the same message: the first entries that differ, and what two
@@ -73,7 +77,7 @@ def require_same_on_all_ranks(
         TypeError: Something cannot be compared: a ``DTensor`` (compare its ``to_local()`` among ranks with
             the same shard), an iterator, a nested tensor, or a tensor without values. Also if ``every`` is
             given without ``step``. The other ranks get an ``AgreementError``.
-        RuntimeError, ValueError: As :func:`dist_utils.resolve_group`.
+        RuntimeError, ValueError: As :func:`dist_utils.resolve_group`; or ``every`` is not positive.
 
     Cost:
         Collective. One all-gather of 48 bytes a rank and one wait for its result; only if ranks differ do
@@ -87,6 +91,8 @@ def require_same_on_all_ranks(
         ...     require_same_on_all_ranks(ddp, step=step, every=100)
     """
     group = resolve_group(process_group)
+    if every < 1:
+        raise ValueError(f"every must be positive, got {every}")
     if step is None and every != 1:
         raise TypeError("every needs the number of the step: require_same_on_all_ranks(..., step=step)")
     if step is not None and step % every:
@@ -119,7 +125,7 @@ def _entries(name: str, value: Any, ignore: Collection[str], *, buffers: bool) -
         raise TypeError(f"{name or 'values'} is a {type(value).__name__}, which a comparison would use up")
     children = _children(value)
     if children is None:
-        yield Entry(name or "values", repr(value), None)
+        yield Entry(name or "values", _ADDRESS.sub("", repr(value)), None)
         return
     for key, child in children:
         yield from _entries(_below(name, str(key)), child, ignore, buffers=buffers)
