@@ -17,9 +17,10 @@ def _begin(hook="8 bits, feedback", overlap=None, **options):
 
 
 def _overlap(_):
-    ordinary = _begin().train(range(10)).parameters()
-    for overlap in ({}, {"release_gradients": True}):
-        assert_same_bits(_begin(overlap=overlap).train(range(10)).parameters(), ordinary)
+    for hook in ("8 bits, feedback", "low rank"):
+        ordinary = _begin(hook).train(range(10)).parameters()
+        for overlap in ({}, {"release_gradients": True}):
+            assert_same_bits(_begin(hook, overlap).train(range(10)).parameters(), ordinary)
 
 
 def test_the_bits_of_the_ordinary_loop_with_a_quantized_hook(launch):
@@ -46,8 +47,9 @@ def test_a_choice_with_the_overlap_has_the_bits_of_the_chosen_hook(launch):
 def _resume(_):
     for overlap in (None, {}):
         for options in ({}, {"static_graph": True}):
-            begin = functools.partial(_begin, overlap=overlap, **options)
-            assert_resumes(begin, passes=1 + bool(options))
+            for hook in ("8 bits, feedback", "low rank"):
+                begin = functools.partial(_begin, hook, overlap, **options)
+                assert_resumes(begin, passes=1 + bool(options))
 
 
 def test_a_resumed_job_has_the_bits_of_the_uninterrupted_one(launch):
