@@ -120,7 +120,10 @@ POLICIES = {
         torch.bfloat16,
         {"mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
     ),
-    "bf16": (torch.bfloat16, {"mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
+    "bf16": (  # without ``reduce_dtype`` torch 2.15 reduces in the parameters' own dtype
+        torch.bfloat16,
+        {"mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)},
+    ),
 }
 
 
