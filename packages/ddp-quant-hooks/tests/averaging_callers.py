@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import os
 from unittest import mock
 
 import pytest
@@ -202,3 +203,16 @@ def spoiled_kernel(effect):
         real(*arguments, **options)
 
     return mock.patch.object(kernels, "encode_shards", encode_shards)
+
+
+def steps_without_a_peer(rank, caller):
+    """Average twice, lose rank 1, and return how many steps count after an average that failed."""
+    caller.mean(0)
+    caller.mean(1)
+    if rank == 1:
+        os._exit(3)
+    before = caller.state.statistics
+    with pytest.raises(RuntimeError):
+        caller.mean(2)
+    assert caller.state.statistics == before, "what was not averaged is not counted"
+    return caller.state.state_dict()["steps"]

@@ -1,6 +1,5 @@
 """What DDP's buckets, plain tensors and FSDP2 have in common: one text of promises for all of them."""
 
-import os
 import time
 from contextlib import nullcontext
 from unittest import mock
@@ -8,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from averaging_callers import CALLERS, EACH, spoiled_kernel
+from averaging_callers import CALLERS, EACH, spoiled_kernel, steps_without_a_peer
 from fsdp_models import EXACT
 from quant_buckets import differences, flat_residuals, through_file
 
@@ -222,16 +221,7 @@ def test_one_rank_alone_keeps_its_values(name):
 
 
 def _peer_dies(rank):
-    caller = CALLERS["DDP"](bits=4)
-    caller.mean(0)
-    caller.mean(1)
-    if rank == 1:
-        os._exit(3)
-    before = caller.state.statistics
-    with pytest.raises(RuntimeError):
-        caller.mean(2)
-    assert caller.state.statistics == before, "what was not averaged is not counted"
-    return caller.state.state_dict()["steps"]
+    return steps_without_a_peer(rank, CALLERS["DDP"](bits=4))
 
 
 def test_a_peer_that_dies_is_an_error_on_the_others_and_the_step_does_not_count():

@@ -1,11 +1,11 @@
 """What a user may decide about low rank, and what happens between its steps, on real ranks."""
 
-import os
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from averaging_callers import steps_without_a_peer
 from host_names import take_host_name
 from quant_buckets import differences, flat_residuals, through_file
 from resumed_runs import COMPLEX
@@ -276,16 +276,7 @@ def test_four_ranks_end_with_the_same_bits(hosts):
 
 
 def _peer_dies(rank):
-    caller = LowRankBuckets()
-    caller.mean(0)
-    caller.mean(1)
-    if rank == 1:
-        os._exit(3)
-    before = caller.state.statistics
-    with pytest.raises(RuntimeError):
-        caller.mean(2)
-    assert caller.state.statistics == before, "what was not averaged is not counted"
-    return caller.state.state_dict()["steps"]
+    return steps_without_a_peer(rank, LowRankBuckets())
 
 
 def test_a_peer_that_dies_is_an_error_on_the_others_and_the_step_does_not_count():

@@ -18,8 +18,9 @@ from ddp_quant_hooks.exchange.placement import Placement, choose_placement
 from ddp_quant_hooks.exchange.plan import Formats, Plan
 from ddp_quant_hooks.exchange.planner import plan_average
 from ddp_quant_hooks.exchange.scratch import Scratch
+from ddp_quant_hooks.exchange.spans import Span
 from ddp_quant_hooks.exchange.values import Values
-from ddp_quant_hooks.feedback.residuals import Owner
+from ddp_quant_hooks.feedback.residuals import Owner, owner_length
 from ddp_quant_hooks.feedback.step import Step
 from ddp_quant_hooks.feedback.store import Feedback
 from ddp_quant_hooks.kernels import Layout
@@ -195,6 +196,16 @@ class Average(ABC):
         See :meth:`run_in_parts`.
         """
 
+    def _mean_of_exact(
+        self, group: dist.ProcessGroup, exact: Sequence[torch.Tensor], not_finite: NotFinite | None
+    ) -> tuple[torch.Tensor, tuple[int, int]]:
+        """Return the mean of values without compression, in fp32, and the bytes as :meth:`bytes_of_ring`."""
+        mean = Values(exact).to(torch.float32).div_(group.size())
+        dist.all_reduce(mean, group=group)
+        if not_finite is not None:
+            not_finite(~mean.isfinite().all())
+        return mean, self.bytes_of_ring(group, mean.nbytes)
+
     @abstractmethod
     def refuse_flat(self, name: str) -> None:
         """Raise ``ValueError`` if values need the shapes of tensors, which FSDP's flat gradients do not have.
@@ -322,3 +333,17 @@ def relative_error(mean: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     exact /= scale
     difference = mean.div_(scale).sub_(exact).norm()
     return torch.where(difference == 0, 0.0, difference / exact.norm())
+
+
+def split_owners(
+    owners: Sequence[Owner], is_exact: Callable[[Owner], bool]
+) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """Return where the values are that are sent in few bits, and where those that are not."""
+    spans: dict[bool, list[Span]] = {False: [], True: []}
+    start = 0
+    for owner in owners:
+        stop = start + owner_length(owner)
+        if start < stop:
+            spans[is_exact(owner)].append(Span(start, stop))
+        start = stop
+    return tuple(spans[False]), tuple(spans[True])

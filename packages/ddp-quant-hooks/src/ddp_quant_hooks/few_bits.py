@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.averaging import Average, Parts
+from ddp_quant_hooks.averaging import Average, Parts, split_owners
 from ddp_quant_hooks.exchange import exchange
 from ddp_quant_hooks.exchange.exchange import NotFinite, Task
 from ddp_quant_hooks.exchange.plan import Plan
@@ -69,7 +69,7 @@ class FewBits(Average):
         few, exact = None, tuple[Span, ...]()
         count = sum(map(value_count, tensors))
         if self._options.exact_1d and any(map(self._is_exact, owners)):
-            few, exact = self._split(owners)
+            few, exact = split_owners(owners, self._is_exact)
             owners = [owner for owner in owners if not self._is_exact(owner)]
             count = sum(map(len, few))
         plan = self._plan(plan_average, group, count, tensors[0], levels=self._options.levels)
@@ -84,11 +84,7 @@ class FewBits(Average):
         sent, outside = plan.bytes_sent, plan.bytes_between_hosts
         apart = None
         if exact:
-            apart = _set_apart(exact, group.size())
-            dist.all_reduce(apart, group=group)
-            if not_finite is not None:
-                not_finite(~apart.isfinite().all())
-            more = self.bytes_of_ring(group, apart.nbytes)
+            apart, more = self._mean_of_exact(group, exact, not_finite)
             sent, outside = sent + more[0], outside + more[1]
         yield from exchange.average_in_parts(group, task.exchange, few, self._scratch(values.device))
         if apart is not None:
@@ -135,17 +131,6 @@ class FewBits(Average):
         """Return whether an owner's values are averaged without compression: parameters of one dimension."""
         return self._options.exact_1d and len(owner.shape) <= 1
 
-    def _split(self, owners: Sequence[Owner]) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-        """Return where the values are that are sent in few bits, and where those that are not."""
-        spans: dict[bool, list[Span]] = {False: [], True: []}
-        start = 0
-        for owner in owners:
-            stop = start + owner_length(owner)
-            if start < stop:
-                spans[self._is_exact(owner)].append(Span(start, stop))
-            start = stop
-        return tuple(spans[False]), tuple(spans[True])
-
     def _task(
         self,
         plan: Plan,
@@ -160,9 +145,3 @@ class FewBits(Average):
             slots = {name: Slot(spans) for name, spans in plan.slots.items()}
         residuals = self._feedback.residuals(step, owners, slots, device)
         return Task(plan, residuals.span, not_finite, label)
-
-
-def _set_apart(gradients: Sequence[torch.Tensor], world_size: int) -> torch.Tensor:
-    """Return a rank's shares of the means of some gradients, for an all-reduce."""
-    apart = torch.cat([gradient.flatten() for gradient in gradients])
-    return apart.to(torch.promote_types(apart.dtype, torch.float32)).div_(world_size)

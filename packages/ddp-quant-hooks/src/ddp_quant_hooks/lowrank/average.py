@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.averaging import Average, Parts
+from ddp_quant_hooks.averaging import Average, Parts, split_owners
 from ddp_quant_hooks.exchange import exchange
 from ddp_quant_hooks.exchange.exchange import NotFinite, Task
 from ddp_quant_hooks.exchange.plan import Plan
@@ -184,11 +184,9 @@ class LowRank(Average):
         return LowRankTask(few, exact, arrangement, plans, rest_plan, residuals, not_finite, label)
 
     def _average(self, group: dist.ProcessGroup, values: Values, task: LowRankTask) -> Parts[tuple[int, int]]:
-        exact = values.parts_of(task.exact)
+        exact, (sent, outside) = values.parts_of(task.exact), (0, 0)
         if exact:
-            mean = Values(exact).to(torch.float32).div_(group.size())
-            dist.all_reduce(mean, group=group)
-            task.not_finite(~mean.isfinite().all())
+            mean, (sent, outside) = self._mean_of_exact(group, exact, task.not_finite)
             put_back(exact, mean)
         few = values if task.few is None else Values(values.parts_of(task.few))
         left_over = None
@@ -206,7 +204,6 @@ class LowRank(Average):
             lost = yield from self._mean(group, row, task, task.rest_plan, task.residuals)
             factors.add(row, lost)
         made = [*task.plans, *filter(None, [task.rest_plan])]
-        sent, outside = self.bytes_of_ring(group, 4 * sum(map(len, task.exact)))
         sent += sum(plan.bytes_sent for plan in made)
         return sent, outside + sum(plan.bytes_between_hosts for plan in made)
 
@@ -241,20 +238,6 @@ class LowRank(Average):
 @lru_cache(maxsize=1024)
 def _arranged(shapes: tuple[tuple[int, int], ...], rank: RankRule) -> Arrangement:
     return arrange(shapes, rank)
-
-
-def split_owners(
-    owners: Sequence[Owner], is_exact: Callable[[Owner], bool]
-) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-    """Return where the values are that are sent in few bits, and where those that are not."""
-    spans: dict[bool, list[Span]] = {False: [], True: []}
-    start = 0
-    for owner in owners:
-        stop = start + owner_length(owner)
-        if start < stop:
-            spans[is_exact(owner)].append(Span(start, stop))
-        start = stop
-    return tuple(spans[False]), tuple(spans[True])
 
 
 def shape_of(owner: Owner) -> tuple[int, int]:
