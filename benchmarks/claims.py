@@ -174,17 +174,24 @@ def cells(document: str, row: str, column: str) -> list[str]:
 
 
 BENCHMARKS = "docs/benchmarks"
-BUCKETS, ACCURACY, KERNELS, WHOLE_STEPS = (
-    f"{BENCHMARKS}/{page}.md" for page in ("quantized-buckets", "accuracy", "kernels", "whole-steps")
+BUCKETS, ACCURACY, KERNELS, WHOLE_STEPS, COMPRESS, UTILS = (
+    f"{BENCHMARKS}/{page}.md"
+    for page in (
+        "quantized-buckets",
+        "accuracy",
+        "kernels",
+        "whole-steps",
+        "compress-hooks",
+        "dist-utils",
+    )
 )
-QUANT = "packages/ddp-quant-hooks/README.md"
+QUANT, CHOOSE = "packages/ddp-quant-hooks/README.md", "docs/choose.md"
+SIZES = {"7M": "7 million parameters)", "MLP": "19 million)"}
 # A package's README repeats some rows of the tables on its page.
-COMPRESS, OVERLAP, UTILS, COLLECTIVES = (
+OVERLAP, COLLECTIVES = (
     (f"packages/{package}/README.md", f"{BENCHMARKS}/{page}.md")
     for package, page in (
-        ("ddp-compress-hooks", "compress-hooks"),
         ("ddp-optim-overlap", "overlapped-steps"),
-        ("dist-utils", "dist-utils"),
         ("dist-autograd-collectives", "collectives"),
     )
 )
@@ -212,12 +219,14 @@ def _step(side: str, label: str, model: str, cell: str, documents: Sequence[str]
     """Return a claim of the tables of whole steps, in summaries and on their page."""
     case = f"{model}, {cell}"
     row = f"ours: {label.replace(', overlapped step', ' + overlap')}"
+    advice = [Place(CHOOSE, f"{{value:.2f}} ({SIZES[model]}")] if side == "8bits" else []
     return Claim(
         name=f"whole steps, {label}, {case}",
         sentence=f"A training step, {case}, is {{value:.2f}} times as fast as plain DDP's with {label}.",
         places=(
             *(Place(document, "({value:.2f}x)", case, label) for document in documents),
-            Place(WHOLE_STEPS, "({value:.2f}x)", row, cell),
+            *advice,
+            Place(WHOLE_STEPS, "({value:.2f}x)", row, cell if model == "7M" else case),
         ),
         results="whole_steps.json",
         one=("cells", case, "sides", side, "faster_than_plain"),
@@ -289,10 +298,15 @@ CLAIMS = (
     Claim(
         name="fp16, 2 hosts",
         sentence="On 2 hosts, 1 Gbit/s, fp16 averages a bucket of 25 MiB {value:.2f} times as fast as fp32.",
-        places=tuple(
-            Place(document, text, "`fp16_compress_hook`", "2 hosts, 1 Gbit/s")
-            for document in COMPRESS
-            for text in ("{other:.0f} / ", "({value:.2f}x)")
+        places=(
+            *(
+                Place(COMPRESS, text, "`fp16_compress_hook`", "2 hosts, 1 Gbit/s")
+                for text in ("{other:.0f} / ", "({value:.2f}x)")
+            ),
+            Place(
+                "packages/ddp-compress-hooks/README.md",
+                "takes {other:.0f} ms with `fp16_compress_hook`, {one:.0f} with fp32 ({value:.2f}x)",
+            ),
         ),
         results="compress_hooks.json",
         one=("hosts", "2", "ours/allreduce_hook"),
@@ -364,10 +378,10 @@ CLAIMS = (
     Claim(
         name="walk of a batch",
         sentence="PyTorch's walk of a dict of lists takes {value:.1f} times as long.",
-        places=tuple(
-            Place(document, text, library, "dict of lists")
-            for document in UTILS
-            for text, library in (("{other:.2f}", "dist_utils"), ("{one:.2f}", "torch"))
+        places=(
+            Place(UTILS, "{other:.2f}", "dist_utils", "dict of lists"),
+            Place(UTILS, "{one:.2f}", "torch", "dict of lists"),
+            Place("packages/dist-utils/README.md", "{other:.2f} us a tensor (PyTorch: {one:.2f})"),
         ),
         results="containers.json",
         one=("us_per_tensor", "dict of lists", "keep", "torch"),
@@ -377,9 +391,12 @@ CLAIMS = (
     Claim(
         name="module states",
         sentence="sync_module_states of 100 MiB takes {value:.2f} of the time of PyTorch's function.",
-        places=tuple(
-            Place(document, "{one:.1f} / {other:.1f} ({value:.2f})", "100.2 MiB", "compared first")
-            for document in UTILS
+        places=(
+            Place(UTILS, "{one:.1f} / {other:.1f} ({value:.2f})", "100.2 MiB", "compared first"),
+            Place(
+                "packages/dist-utils/README.md",
+                "100 MiB takes {one:.1f} ms on loopback (PyTorch: {other:.1f})",
+            ),
         ),
         results="module_sync.json",
         one=("ms", "100.2 MiB", "ours, with verification"),

@@ -80,9 +80,7 @@ CELLS = (
     Cell("60M", 2, "1gbit"),
     Cell("conv", 2, "1gbit"),
 )
-"""All cells, in the order of the tables."""
-MAIN = (CELLS[0], CELLS[1], CELLS[4])
-"""The cells of which all figures are shown."""
+"""All cells, in the order of the tables; of the first all figures are shown."""
 
 
 def chosen_cells(

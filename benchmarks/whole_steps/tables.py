@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
-from whole_steps.cells import CELLS, MAIN, Cell
+from whole_steps.cells import CELLS, Cell
 from whole_steps.losses import (
     AVERAGED,
     DILOCO,
@@ -26,7 +26,8 @@ from whole_steps.sides import ALL, COMPUTE, OURS, OVERLAP, PLAIN, SHORT_LABELS, 
 
 GAIN = 1.03
 """Less than 3 % is within the machine's noise."""
-DETAILED = [cell.name for cell in MAIN]
+SHOWN = [name for name in ALL if name != "auto" and (not name.endswith(OVERLAP) or name == f"8bits{OVERLAP}")]
+"""A sentence says what ``auto`` chose, and overlapped steps have a page of their own."""
 CANDIDATES = {PLAIN, "bf16", "8bits"}
 """What ``auto`` may choose by default: 4 bits exceed its largest error."""
 README_CELLS = (
@@ -47,12 +48,9 @@ def tables(results: dict[str, Any]) -> str:
     """Return all tables."""
     measured = results.get("cells", {})
     cells = {cell.name: measured[cell.name] for cell in CELLS if cell.name in measured}
-    parts = [heading(cells)] if cells else []
-    for model in dict.fromkeys(map(_model, cells)):
-        of_model = {name: cell for name, cell in cells.items() if _model(name) == model}
-        parts += [overview(of_model)]
+    parts = [heading(cells), overview(cells)] if cells else []
     parts += [remarks(cells)] if cells else []
-    parts += [details(name, cells[name]) for name in DETAILED if name in cells]
+    parts += [details(CELLS[0].name, cells[CELLS[0].name])] if CELLS[0].name in cells else []
     parts += [losses(model, entry) for model, entry in results.get("losses", {}).items()]
     return "\n\n".join(parts)
 
@@ -132,22 +130,30 @@ def heading(cells: dict[str, Any]) -> str:
 
 
 def overview(cells: dict[str, Any]) -> str:
-    """Return a model's tables, for two ranks, more, and several a host: sides down, cells across."""
-    parts: dict[tuple[bool, int], dict[str, Any]] = {}
+    """Return tables of times, sides down and cells across.
+
+    The first model has tables for two ranks, for more at 1 Gbit/s and on slower links; the others share one.
+    """
+    parts: dict[tuple[str, bool, bool], dict[str, Any]] = {}
     for cell in CELLS:
         if cell.name in cells:
-            parts.setdefault((cell.world_size > 2, cell.ranks_per_host), {})[cell.name] = cells[cell.name]
+            model = cell.model if cell.model == CELLS[0].model else ""
+            key = (model, cell.world_size > 2, cell.world_size > 2 and cell.rate == "1gbit")
+            parts.setdefault(key, {})[cell.name] = cells[cell.name]
     return "\n\n".join(map(_overview, parts.values()))
 
 
 def _overview(cells: dict[str, Any]) -> str:
-    shown = [name for name in [COMPUTE, *ALL] if any(name in cell["sides"] for cell in cells.values())]
-    (model,) = set(map(_model, cells))
-    heads = [name.split(", ", 1)[1] for name in cells]
-    rows = [[label(name), *(_time(cell["sides"].get(name)) for cell in cells.values())] for name in shown]
-    parameters = next((cell["parameters"] for cell in cells.values() if "parameters" in cell), 0)
-    where = "emulated hosts" + (" and loopback" if any("loopback" in head for head in heads) else "")
-    return table([f"{model}, {parameters / 1e6:.1f} million parameters: ms on {where}", *heads], rows)
+    sides = [cell["sides"] for cell in cells.values()]
+    shown = [
+        name
+        for name in [COMPUTE, *SHOWN]
+        if any(name in of_cell and "failed" not in of_cell[name] for of_cell in sides)
+    ]
+    models = set(map(_model, cells))
+    heads = [name.split(", ", 1)[1] if len(models) == 1 else name for name in cells]
+    rows = [[label(name), *(_time(of_cell.get(name)) for of_cell in sides)] for name in shown]
+    return table([f"ms a step{f', {models.pop()}' if len(models) == 1 else ''}", *heads], rows)
 
 
 def _time(side: dict[str, Any] | None, *, alone: bool = False) -> str:
@@ -161,14 +167,7 @@ def _time(side: dict[str, Any] | None, *, alone: bool = False) -> str:
 
 def remarks(cells: dict[str, Any]) -> str:
     """Say where nothing is gained and what failed, and what ``auto`` chose."""
-    lines = "\n".join(f"- {line}" for line in [*_gains(cells), *_failures(cells)])
-    heads = [
-        "auto on emulated hosts and loopback",
-        "chose",
-        "after steps",
-        "its time / the fastest candidate's",
-    ]
-    return f"{lines}\n\n{table(heads, list(_choices(cells)))}"
+    return "\n".join(f"- {line}" for line in [*_gains(cells), *_failures(cells), *_choices(cells)])
 
 
 def _gains(cells: dict[str, Any]) -> Iterator[str]:
@@ -185,14 +184,21 @@ def _gains(cells: dict[str, Any]) -> Iterator[str]:
         yield f"Nothing is gained by our hooks here: {'; '.join(none)}."
 
 
-def _choices(cells: dict[str, Any]) -> Iterator[list[str]]:
+def _choices(cells: dict[str, Any]) -> Iterator[str]:
+    places: dict[str, list[str]] = {}
+    shares = []
     for name, cell in cells.items():
         times = {side: found["median_ms"] for side, found in cell["sides"].items() if "median_ms" in found}
         if "auto" in times:
-            chosen = cell["sides"]["auto"]["chosen"]
-            best = min(CANDIDATES & times.keys(), key=lambda candidate: times[candidate])
-            share = f"{times['auto'] / times[best]:.2f} ({label(best)})"
-            yield [name, chosen["candidate"], str(chosen["steps"]), share]
+            places.setdefault(cell["sides"]["auto"]["chosen"]["candidate"], []).append(name)
+            shares.append(times["auto"] / min(times[side] for side in CANDIDATES & times.keys()))
+    if shares:
+        usual, *others = sorted(places, key=lambda candidate: -len(places[candidate]))
+        exceptions = "".join(f"; {choice} here: {', '.join(places[choice])}" for choice in others)
+        yield (
+            f"auto chose {usual}{exceptions}. Its steps took {min(shares):.2f} to {max(shares):.2f} of the "
+            "fastest candidate's time."
+        )
 
 
 def _failures(cells: dict[str, Any]) -> Iterator[str]:
@@ -216,7 +222,7 @@ def details(title: str, cell: dict[str, Any]) -> str:
             f"{side.get('mib_on_wire', side['mib_sent']):.2f}",
             f"{side['gain_of_possible']:.2f}" if "gain_of_possible" in side else "",
         ]
-        for name in ALL
+        for name in SHOWN
         if (side := cell["sides"].get(name, {"failed": ""})) and "failed" not in side
     ]
     return table([f"{title}, emulated", "exposed, ms", "MiB on a host's link", "of the possible gain"], rows)
@@ -229,6 +235,7 @@ def losses(model: str, entry: dict[str, Any]) -> str:
     rows = [
         [LABEL[name], *_final(curve, curves.get(PLAIN)), f"{_end(curve):.0f}", _loss_after(curve, earliest)]
         for name, curve in curves.items()
+        if not name.endswith(OVERLAP)  # The same bits.
     ]
     heads = [
         f"{place_of(model)}, emulated: training loss",
@@ -271,5 +278,5 @@ def _range(quartiles: list[float]) -> str:
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
     """Return a Markdown table."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    head, *lines = (f"| {' | '.join(line)} |" for line in [heads, *rows])
+    return "\n".join([head, f"|{'---|' * len(heads)}", *lines])
