@@ -64,8 +64,6 @@ def _names():
         "sum_of_losses": net(batch).sum(),
         "nodes": 2,
         "ranks_per_node": 1,
-        "sockets": 2,
-        "gpus_per_socket": 1,
     }
 
 

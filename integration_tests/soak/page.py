@@ -36,12 +36,16 @@ def _head(head: dict[str, Any], faults: list[dict[str, Any]]) -> str:
 
 def _faults(outcomes: list[dict[str, Any]], skipped: dict[str, str]) -> str:
     lines = ["| fault | right, of all | seconds to the error: median / longest |", "|---|---|---|"]
+    ended = {outcome["fault"] for outcome in outcomes if outcome["seconds"]}
+    rows: dict[str, list[str]] = {}  # All faults without an error share one, so do all that raise.
     for fault in sorted({outcome["fault"] for outcome in outcomes}):
-        of_kind = [outcome for outcome in outcomes if outcome["fault"] == fault]
-        seconds = sorted(second for outcome in of_kind for second in outcome["seconds"])
-        right = sum(outcome["verdict"] == "right" for outcome in of_kind)
+        rows.setdefault(fault.partition(" in ")[0] if fault in ended else "", []).append(fault)
+    for faults in rows.values():
+        of_row = [outcome for outcome in outcomes if outcome["fault"] in faults]
+        seconds = sorted(second for outcome in of_row for second in outcome["seconds"])
+        right = sum(outcome["verdict"] == "right" for outcome in of_row)
         spread = f"{seconds[len(seconds) // 2]:.2f} / {seconds[-1]:.2f}" if seconds else "no error"
-        lines.append(f"| {fault} | {right}/{len(of_kind)} | {spread} |")
+        lines.append(f"| {', '.join(faults)} | {right}/{len(of_row)} | {spread} |")
     lines += [f"| {fault} | skipped: {why} | |" for fault, why in skipped.items()]
     return "\n".join(lines)
 
