@@ -120,6 +120,12 @@ def whole_steps() -> dict[str, Any]:
     return {"cells": cells}
 
 
+def steps_on_a_slow_link() -> dict[str, Any]:
+    """Train the small transformer on two hosts with a link of 0.1 Gbit/s."""
+    cell, job = Cell("7M", 2, "0.1gbit"), Job("7M", ("plain", "8bits", "low-rank-one"), 7)
+    return {"cells": {cell.name: summarize(run(cell, job), RATES["0.1gbit"], 1)}}
+
+
 def _times_of(hooks: str, hosts: int, rate: str) -> dict[str, Any]:
     module, name = hooks.split(".")
     return slowest(on_ranks(time_hooks, hosts, getattr(_bench(module), name), 9, rate=rate))

@@ -141,6 +141,14 @@ class Language:
         return {"loss": statistics.fmean(parts)}
 
 
+class LanguageBySgd(Language):
+    """The same, with another optimizer."""
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return SGD with momentum."""
+        return torch.optim.SGD(parameters, lr=self._rate, momentum=0.9)
+
+
 class Digits:
     """Handwritten digits of 8 x 8 pixels: 1500 to train on, 297 held out."""
 
@@ -267,12 +275,14 @@ class Model:
 
 
 _small_text = partial(Language, 8, 5e-4, width=384, heads=6, layers=4)
+_small_text_by_sgd = partial(LanguageBySgd, 8, 0.1, width=384, heads=6, layers=4)
 _large_text = partial(Language, 4, 5e-4, width=768, heads=12, layers=8)
 MODELS = {
     "7M": Model(_small_text, 7.3, 5, 0.2),
     "MLP": Model(WideDigits, 19.0, 8, 0.1),
     "conv": Model(ConvolvedDigits, 1.5, 1, 0.1),
     "60M": Model(_large_text, 57.0, 20, 1.0, views=True),
+    "7M by SGD": Model(_small_text_by_sgd, 7.3, 5, 0.2),
 }
 
 

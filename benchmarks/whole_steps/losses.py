@@ -34,7 +34,7 @@ FEW_BITS = ["8bits", OVERLAPPED, "4bits", "4bits-none"]
 POWER_SGD = ["powersgd-one", "powersgd4-one"]
 RANKS_OF_FACTORS = [name for name in LOW_RANK if not name.endswith("-one")]
 LEARNERS = [PLAIN, "fp16", "bf16", *FEW_BITS, *RANKS_OF_FACTORS, *POWER_SGD, DILOCO]
-LEARNT = ("7M", "conv")
+LEARNT = ("7M", "7M by SGD", "conv")
 LABEL = {**LABELS, OVERLAPPED: label(OVERLAPPED), DILOCO: "DiLoCo, 8 bits every 20 steps"}
 
 Learner = tuple[Callable[[torch.Tensor], torch.Tensor], torch.optim.Optimizer, Callable[[], None]]

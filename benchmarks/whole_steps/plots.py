@@ -8,9 +8,9 @@ from typing import Any
 from drawing import BLUE, GRAY, GREEN, VERMILION, name_ends, save, subplots
 from training import mean_curve
 from whole_steps.losses import LEARNT, complete, place_of
-from whole_steps.sides import SHORT_LABELS
+from whole_steps.sides import PLAIN, SHORT_LABELS
 
-COLORS = dict(zip(SHORT_LABELS, (GRAY, VERMILION, GREEN, BLUE), strict=True))
+COLORS = {PLAIN: GRAY, "fp16": VERMILION, "powersgd-one": GREEN, "8bits": BLUE}
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

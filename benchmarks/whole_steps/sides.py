@@ -47,6 +47,7 @@ LABELS = {
     "low-rank16": "ours: low rank, rank 16",
     "low-rank24": "ours: low rank, rank 24",
     "low-rank-auto": 'ours: low rank, `rank="auto"`',
+    "low-rank-auto-one": 'ours: low rank, `rank="auto"`, one bucket',
     "low-rank-rest": "ours: low rank, rank 4, and 1 bit of the rest",
     "auto": "ours: auto",
 }
@@ -55,8 +56,9 @@ SHORT_LABELS = {
     "fp16": "PyTorch's fp16 hook",
     "powersgd-one": "PowerSGD, rank 1",
     "8bits": "8 bits",
+    "low-rank-one": "low rank",
 }
-"""Few enough for a first look: the README's tables and the picture of losses."""
+"""Few enough for a first look, in the README."""
 LOW_RANK: dict[str, dict[str, Any]] = {
     "low-rank": {"rank": 8},
     "low-rank4": {"rank": 4},
@@ -65,6 +67,7 @@ LOW_RANK: dict[str, dict[str, Any]] = {
     "low-rank16": {"rank": 16},
     "low-rank24": {"rank": 24},
     "low-rank-auto": {"rank": "auto"},
+    "low-rank-auto-one": {"rank": "auto"},
     "low-rank-rest": {"rank": 4, "residual_bits": 1},
 }
 """The options of each side of low rank."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import statistics
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from whole_steps.cells import CELLS, Cell
 from whole_steps.losses import (
     AVERAGED,
     DILOCO,
     LABEL,
-    LEARNT,
     THIN,
     Curve,
     complete,
@@ -31,17 +30,19 @@ SHOWN = [name for name in ALL if name != "auto" and (not name.endswith(OVERLAP) 
 CANDIDATES = {PLAIN, "bf16", "8bits"}
 """What ``auto`` may choose by default: 4 bits exceed its largest error."""
 README_CELLS = (
+    "7M, 2 hosts, 0.01 Gbit/s",
     "7M, 2 hosts, 0.1 Gbit/s",
+    "7M, 2 hosts, 0.2 Gbit/s",
     "7M, 2 hosts of 2 ranks, 0.2 Gbit/s",
     "7M, 2 hosts, 1 Gbit/s",
     "7M, 4 hosts, 1 Gbit/s",
-    "7M, 2 hosts of 4 ranks, 1 Gbit/s",
-    "7M, 2 hosts, 10 Gbit/s",
     "7M, 2 ranks, loopback",
     "60M, 2 hosts, 1 Gbit/s",
     "MLP, 2 hosts, 1 Gbit/s",
     "conv, 2 hosts, 1 Gbit/s",
 )
+
+README_LOSSES = [("7M", "0.1gbit"), ("7M", "1gbit")]
 
 
 def tables(results: dict[str, Any]) -> str:
@@ -58,17 +59,20 @@ def tables(results: dict[str, Any]) -> str:
 def short_table(results: dict[str, Any]) -> str:
     """Return the README's table: few sides, one row for each of some cells."""
     cells = {name: results["cells"][name]["sides"] for name in README_CELLS if name in results["cells"]}
+    shown = [side for side in SHORT_LABELS if any(side in sides for sides in cells.values())]
+    labels = [SHORT_LABELS[side] for side in shown]
     rows = [
-        [name, *(_time(sides.get(side), alone=side == PLAIN) for side in SHORT_LABELS)]
+        [name, *(_time(sides.get(side), alone=side == PLAIN) for side in shown)]
         for name, sides in cells.items()
     ]
-    steps = table(["ms a step (times as fast as plain DDP)", *SHORT_LABELS.values()], rows)
-    (model, *_) = LEARNT
-    curves = complete(results["losses"][model])
-    earliest = _earliest_end(curves)
-    losses = [_loss_after(curves[side], earliest) for side in SHORT_LABELS if side in curves]
-    heads = [f"training loss (steps made), {place_of(model)}", *SHORT_LABELS.values()]
-    return f"{steps}\n\n{table(heads, [[f'after {earliest:.0f} s', *losses]])}"
+    losses = []
+    for cell in _with_curves(results):
+        if cell.name in cells and (cell.model, cell.rate) in README_LOSSES:
+            earliest, reached = _reached(results, cell, shown)
+            own = [f"{one.loss:.2f} ({one.steps})" if one else "-" for one in map(reached.get, shown)]
+            losses.append([f"{cell.name}, after {earliest:.0f} s", *own])
+    steps = table(["ms a step (times as fast as plain DDP)", *labels], rows)
+    return f"{steps}\n\n{table(['training loss (steps made)', *labels], losses)}"
 
 
 def equal_time(results: dict[str, Any]) -> str:
@@ -77,34 +81,61 @@ def equal_time(results: dict[str, Any]) -> str:
     Of every model with curves, on each of its links of two hosts of one rank. The time is that in which the
     fastest side makes all steps.
     """
-    cells = results.get("cells", {})
-    return "\n\n".join(
-        _equal_time(cell, cells[cell.name]["sides"], results["losses"][cell.model])
-        for cell in CELLS
-        if cell.name in cells
-        and cell.world_size == cell.hosts == 2
-        and cell.model in results.get("losses", {})
-    )
+    return "\n\n".join(_equal_time(results, cell) for cell in _with_curves(results))
 
 
-def _equal_time(cell: Cell, sides: dict[str, Any], entry: dict[str, Any]) -> str:
+def _with_curves(results: dict[str, Any]) -> Iterator[Cell]:
+    """Yield the cells of two hosts of one rank whose model has curves."""
+    for cell in CELLS:
+        curves, measured = results.get("losses", {}), results.get("cells", {})
+        if cell.world_size == cell.hosts == 2 and cell.name in measured and cell.model in curves:
+            yield cell
+
+
+class Reached(NamedTuple):
+    """What a training reaches: when it has made all ``steps``, and its loss after fewer of them."""
+
+    end: float
+    loss: float
+    steps: int
+
+
+def _reached(
+    results: dict[str, Any], cell: Cell, names: Sequence[str] = ALL
+) -> tuple[float, dict[str, Reached]]:
+    """Return the seconds in which the fastest side makes all steps, and what each has reached by then.
+
+    A side in one bucket has the curve of the side in several, which rounds other blocks of the same values.
+    """
+    sides, entry = results["cells"][cell.name]["sides"], results["losses"][cell.model]
     curves, steps = complete(entry), entry["steps"]
-    seconds = {name: _seconds_of_steps(name, sides, steps) for name in curves}
-    ends = {name: of_steps[-1] for name, of_steps in seconds.items() if of_steps}
-    earliest = min(ends.values())
-    rows = []
-    for name, end in ends.items():
-        made = THIN * (bisect_right(seconds[name], earliest) // THIN)
-        points = slice(max(0, made - AVERAGED) // THIN, max(THIN, made) // THIN)
-        of_seeds = [statistics.fmean(curve["losses"][points]) for curve in curves[name]]
-        rows.append([LABEL[name], f"{end:.0f}", f"{statistics.fmean(of_seeds):.3f}", str(made)])
+    shown = {name: curves.get(name, curves.get(name.removesuffix("-one"))) for name in names}
+    seconds = {name: _seconds_of_steps(name, sides, steps) for name, curve in shown.items() if curve}
+    earliest = min(own[-1] for own in seconds.values() if own)
+    found = {}
+    for name, own in seconds.items():
+        if own:
+            made = THIN * (bisect_right(own, earliest) // THIN)
+            points = slice(max(0, made - AVERAGED) // THIN, max(THIN, made) // THIN)
+            losses = [statistics.fmean(curve["losses"][points]) for curve in shown[name] or ()]
+            found[name] = Reached(own[-1], statistics.fmean(losses), made)
+    return earliest, found
+
+
+def _equal_time(results: dict[str, Any], cell: Cell) -> str:
+    steps = results["losses"][cell.model]["steps"]
+    earliest, reached = _reached(results, cell)
     heads = [cell.name, f"seconds for {steps} steps", f"training loss after {earliest:.0f} s", "steps made"]
+    rows = [
+        [LABEL[name], f"{one.end:.0f}", f"{one.loss:.3f}", str(one.steps)] for name, one in reached.items()
+    ]
     return table(heads, rows)
 
 
 def _seconds_of_steps(name: str, sides: dict[str, Any], steps: int) -> list[float]:
     """Return when each step of a training ends, by the medians of measured steps; nothing without them."""
     first, count = first_steps(name, steps)
+    first = first if first in sides else "8bits"  # 4 bits were not measured everywhere
     medians = [sides.get(side, {}).get("median_ms") for side in (first, name)]
     if None in medians:
         return []

@@ -75,6 +75,7 @@ def _options(arguments: Sequence[str] | None) -> Any:
     add("--faults", type=int, default=500, help="how many to inject")
     add("--minutes", type=float, default=float("inf"), help="start no fault after this many minutes")
     add("--seed", type=int, default=0)
+    add("--training", default="", help="how the names of trainings begin that are disturbed, as: low rank")
     add("--first", type=int, default=0, help="number of the first fault, to repeat one")
     add("--restarts", type=int, default=10, help="how many jobs to restart")
     add("--steps", type=int, default=10_000, help="steps of long runs; a tenth as many states, and so on")

@@ -108,17 +108,22 @@ class Job:
         return FAULTS[self.fault]
 
 
-def draw(seed: int, number: int, faults: list[str]) -> Job:
+def draw(seed: int, number: int, faults: list[str], begins: str = "") -> Job:
     """Return the job with a number; the same arguments give the same job.
 
     Args:
         seed: The seed of the whole run.
         number: The number of the job. Faults take turns, so that all are equally frequent.
         faults: The faults that this machine can inject.
+        begins: How the names of trainings begin that are disturbed.
     """
     chance = random.Random(f"{seed}/{number}")
     fault = FAULTS[faults[number % len(faults)]]
-    trainings = [name for name, kind in TRAININGS.items() if kind.has_hook or fault.place != "hook"]
+    trainings = [
+        name
+        for name, kind in TRAININGS.items()
+        if name.startswith(begins) and (kind.has_hook or fault.place != "hook")
+    ]
     training = chance.choice(trainings)
     size = chance.choice(TRAININGS[training].world_sizes)
     # While ranks compare their options, one without a link to the store waits until TCP gives up.

@@ -22,7 +22,7 @@ def inject(options: Any, hosts: Network | str) -> Iterator[dict[str, Any]]:
     for number in range(options.first, options.first + options.faults):
         if time.monotonic() - began > 60 * options.minutes:
             break
-        yield run(runner, draw(options.seed, number, faults), references)
+        yield run(runner, draw(options.seed, number, faults, options.training), references)
 
 
 def run(runner: Runner, job: Job, references: dict[tuple[str, int], Reference]) -> dict[str, Any]:

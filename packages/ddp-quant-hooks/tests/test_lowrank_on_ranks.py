@@ -6,11 +6,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from averaging_callers import Buckets, Tensors
-from host_names import take_host_name
+from averaging_callers import Buckets, Tensors, nodes_of_one_rank
 from quant_buckets import differences, flat_residuals
 from resumed_runs import Run, differences_after_resume, resumed
 from test_every_caller import DO_NOT_COUNT, check_disturbed, check_resumed
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_quant_hooks import (
@@ -21,6 +21,7 @@ from ddp_quant_hooks import (
     low_rank_hook,
     reduce_scatter_tensor,
 )
+from ddp_quant_hooks.fsdp import quantize_all_reduce
 from dist_utils.testing import run_ranks, same_on_all_ranks
 
 
@@ -211,24 +212,6 @@ def test_residuals_and_factors_belong_to_parameters():
         assert alike
 
 
-def _on_hosts(rank):
-    """Return what ranks on two hosts of two get, and what goes between hosts; None without the right to."""
-    if not take_host_name(rank // 2):
-        return None
-    caller = LowRankBuckets()
-    means = [caller.mean(number) for number in range(3)]
-    statistics = caller.state.statistics
-    return same_on_all_ranks(means), statistics.bytes_between_hosts, statistics.bytes_sent
-
-
-def test_ranks_of_a_host_sum_factors_before_they_are_rounded():
-    seen = run_ranks(_on_hosts, 4)
-    if None in seen:
-        pytest.skip("this user may not give processes host names of their own")
-    assert all(same for same, _, _ in seen)
-    assert all(between < sent for _, between, sent in seen)
-
-
 def _refusals(_):
     """Return what is refused."""
     state, texts = make_state(), []
@@ -236,6 +219,10 @@ def _refusals(_):
         reduce_scatter_tensor(torch.empty(4), torch.ones(8), dist.ReduceOp.AVG, state, key="shards")
     with pytest.raises(TypeError, match="does not pickle"):
         pickle.dumps(state)
+    if hasattr(FSDPModule, "set_all_reduce_hook"):  # not in torch 2.6
+        net = fully_shard(torch.nn.Linear(40, 64), mesh=nodes_of_one_rank()["shard"])
+        with pytest.raises(ValueError, match="one flat tensor: a LowRankState averages whole matrices"):
+            quantize_all_reduce(net, state)
     ddp = DistributedDataParallel(torch.nn.Linear(40, 64))
     ddp.register_comm_hook(LowRankState(rank=2 + dist.get_rank(), min_bytes=0), low_rank_hook)
     with pytest.raises(RuntimeError) as caught:
