@@ -220,16 +220,17 @@ def test_the_table_of_many_ranks_is_that_of_the_results():
 
 
 def test_sentences_about_whole_steps_have_the_numbers_of_the_results():
-    results = json.loads((RESULTS / "whole_steps.json").read_text())
-    cells = {name: cell["sides"] for name, cell in results["cells"].items()}
-    slow, main, loopback = (
-        f"{cells[cell]['8bits']['faster_than_plain']['median']:.2f}"
-        for cell in ("7M, 2 hosts, 0.1 Gbit/s", "7M, 2 hosts, 1 Gbit/s", "7M, 2 ranks, loopback")
+    results = json.loads((RESULTS / "low_rank.json").read_text())
+    sides = results["cells"]["7M, 2 hosts, 0.1 Gbit/s"]["sides"]
+    ours, theirs, eight = (
+        sides[side]["faster_than_plain"]["median"] for side in ("low-rank-one", "powersgd-one", "8bits")
     )
-    picture = f"{slow} times as fast as plain DDP at 0.1 Gbit/s, {main} at 1 Gbit/s, {loopback} on loopback"
+    picture = f"at 0.1 Gbit/s low rank {ours:.1f}, PowerSGD {theirs:.1f}, 8 bits {eight:.2f}"
     assert stands(Place("README.md", ""), picture)
     where = f"({results['machine']['cpu']}), Gloo, torch {results['versions']['torch']}, {results['date']}."
     assert stands(Place("README.md", ""), where)
+    results = json.loads((RESULTS / "whole_steps.json").read_text())
+    cells = {name: cell["sides"] for name, cell in results["cells"].items()}
     eight, half = (cells["7M, 2 hosts of 4 ranks, 1 Gbit/s"][side] for side in ("8bits", "bf16"))
     cores = (
         f"8 bits take {eight['wire_ms']:.0f} ms on the wire, but a step takes "
@@ -240,12 +241,16 @@ def test_sentences_about_whole_steps_have_the_numbers_of_the_results():
 
 
 @pytest.mark.parametrize(
-    ("command", "document", "section"),
-    [("table", "docs/benchmarks/whole-steps.md", None), ("short-table", "README.md", "## Measured")],
+    ("command", "results", "document", "section"),
+    [
+        ("table", "whole_steps.json", "docs/benchmarks/whole-steps.md", None),
+        ("short-table", "low_rank.json", "README.md", "## Measured"),
+        ("equal-time", "low_rank.json", "docs/benchmarks/low-rank.md", "## Losses after equal time"),
+    ],
 )
-def test_the_tables_of_whole_steps_are_those_of_the_results(command, document, section):
+def test_the_tables_of_whole_steps_are_those_of_the_results(command, results, document, section):
     done = subprocess.run(
-        [sys.executable, "bench_whole_steps.py", command],
+        [sys.executable, "bench_whole_steps.py", command, RESULTS / results],
         cwd=ROOT / "benchmarks",
         capture_output=True,
         text=True,

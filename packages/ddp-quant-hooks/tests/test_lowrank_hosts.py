@@ -71,7 +71,7 @@ def test_the_error_the_bytes_and_the_bits_of_low_rank(hosts):
         pytest.skip(NO_NAMES)
     for of_rank in seen:
         assert of_rank["alike"]
-        assert of_rank["missing"] < 0.1
+        assert of_rank["missing"] < 0.2
         # In each step residuals and what factors have lost are rounded to bf16, by 2^-9 at most.
         assert of_rank["not kept"] < STEPS * 2.0**-8 * of_rank["missing"]
         # And what Gloo sends besides: a header for each message, which are small here.
