@@ -221,7 +221,7 @@ def test_a_value_that_is_not_finite_is_seen_by_all_ranks(value, place):
             assert mean[3840:].isfinite().all()
 
 
-@pytest.mark.parametrize("exponent", [-90, -40, 60, 90])
+@pytest.mark.parametrize("exponent", [-90, -40, 60, 90, 110])
 @pytest.mark.parametrize("mean", [exact_mean, rounded_mean])
 def test_gradients_times_a_power_of_two_have_the_same_mean_times_it(exponent, mean):
     """As with any loss scale: no product overflows, and none becomes subnormal."""

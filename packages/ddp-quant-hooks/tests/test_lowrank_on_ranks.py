@@ -247,11 +247,16 @@ def test_what_does_not_work_is_refused():
 def _as_candidate(_):
     torch.manual_seed(0)
     ddp = DistributedDataParallel(torch.nn.Linear(200, 200))
-    state = AutoState(candidates={"low rank": (make_state(), low_rank_hook)}, max_error=None)
+    candidate = make_state()
+    state = AutoState(candidates={"low rank": (candidate, low_rank_hook)}, max_error=None)
     ddp.register_comm_hook(state.bind(ddp), auto_hook)
     for _ in range(4):
         ddp(torch.randn(4, 200)).square().mean().backward()
-    return same_on_all_ranks([ddp.module.weight.grad])
+    before = flat_residuals(candidate.state_dict())
+    state.rescale(0.5)
+    half = {name: kept / 2 for name, kept in before.items()}
+    rescaled = differences(flat_residuals(candidate.state_dict()), half) == {} and bool(before)
+    return same_on_all_ranks([ddp.module.weight.grad]) and rescaled
 
 
 def test_a_choice_may_have_it_as_a_candidate():

@@ -189,6 +189,15 @@ class AutoState(HookState):
         if (state := self.candidates[self._in_use].averaging) is not None:
             state.discard_step()
 
+    def rescale(self, factor: float) -> None:
+        """Multiply the residuals of all candidates by a factor, when the scale of losses changes.
+
+        See :meth:`QuantizedAllreduceState.rescale`.
+        """
+        for candidate in self.candidates.values():
+            if candidate.averaging is not None:
+                candidate.averaging.rescale(factor)
+
     def close(self) -> None:
         """End the threads and private groups of this state and its candidates; a later bucket makes new ones.
 
