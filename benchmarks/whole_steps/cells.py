@@ -80,7 +80,7 @@ CELLS = (
     Cell("60M", 2, "1gbit"),
     Cell("conv", 2, "1gbit"),
 )
-"""All cells, in the order of the tables; of the first all figures are shown."""
+"""All cells, in the order of the tables."""
 
 
 def chosen_cells(

@@ -46,13 +46,13 @@ README_LOSSES = [("7M", "0.1gbit"), ("7M", "1gbit")]
 
 
 def tables(results: dict[str, Any]) -> str:
-    """Return all tables."""
+    """Return the tables of all steps, and of the first model's losses."""
     measured = results.get("cells", {})
     cells = {cell.name: measured[cell.name] for cell in CELLS if cell.name in measured}
     parts = [heading(cells), overview(cells)] if cells else []
     parts += [remarks(cells)] if cells else []
-    parts += [details(CELLS[0].name, cells[CELLS[0].name])] if CELLS[0].name in cells else []
-    parts += [losses(model, entry) for model, entry in results.get("losses", {}).items()]
+    learnt = results.get("losses", {})
+    parts += [losses(LEARNT[0], learnt[LEARNT[0]])] if LEARNT[0] in learnt else []
     return "\n\n".join(parts)
 
 
@@ -244,21 +244,6 @@ def _failures(cells: dict[str, Any]) -> Iterator[str]:
         yield f"{label(key)} fails ({cause}): {'; '.join(names)}."
 
 
-def details(title: str, cell: dict[str, Any]) -> str:
-    """Return what is sent in the steps of one cell, and what each side gains of what it could."""
-    rows = [
-        [
-            label(name),
-            f"{side['exposed']['median_ms']:.0f} {_range(side['exposed']['quartiles_ms'])}",
-            f"{side.get('mib_on_wire', side['mib_sent']):.2f}",
-            f"{side['gain_of_possible']:.2f}" if "gain_of_possible" in side else "",
-        ]
-        for name in SHOWN
-        if (side := cell["sides"].get(name, {"failed": ""})) and "failed" not in side
-    ]
-    return table([f"{title}, emulated", "exposed, ms", "MiB on a host's link", "of the possible gain"], rows)
-
-
 def losses(model: str, entry: dict[str, Any]) -> str:
     """Return the losses after equal steps, and when the fastest hook has made all steps, with each seed."""
     curves = complete(entry)
@@ -301,10 +286,6 @@ def _final(own: list[Curve], plain: list[Curve] | None) -> tuple[str, str]:
     differences = [mine["losses"][-1] - its["losses"][-1] for mine, its in zip(own, plain, strict=True)]
     each = ", ".join(f"{difference:+.4f}" for difference in differences)
     return mean, f"{statistics.fmean(differences):+.4f} [{each}]"
-
-
-def _range(quartiles: list[float]) -> str:
-    return f"[{quartiles[0]:.0f}, {quartiles[1]:.0f}]"
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:

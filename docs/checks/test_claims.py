@@ -108,13 +108,10 @@ ms
 GPU_ROWS = {
     "`tensor.copy_`": "tensor.copy_",
     "encode": "ours: encode, rotation",
-    "encode, `rotate=False`": "ours: encode",
     "decode": "ours: decode",
     "mean of 2": "ours: mean of 2",
     "reduce a shard of 2": "ours: reduce, W = 2, rotation",
-    "reduce a shard of 2, `rotate=False`": "ours: reduce, W = 2",
     "reduce a shard of 8": "ours: reduce, W = 8, rotation",
-    "reduce a shard of 8, `rotate=False`": "ours: reduce, W = 8",
     "PyTorch's own functions: encode": "PyTorch: encode, per channel",
     "PyTorch's own functions: decode": "PyTorch: decode, per channel",
 }
