@@ -3,7 +3,8 @@
 Errors of wrong arguments (``TypeError``, ``ValueError`` and the like) name the argument and what is allowed.
 The page must have the first words of all other messages: of the packages' own error classes, of
 ``RuntimeError``, ``OSError``, ``MemoryError`` and the like, of warnings, and of all errors of residuals that
-are loaded and of FSDP2. Where it does not have them, a new message was written: explain it there.
+are loaded and of FSDP2. Where it does not have them, a new message was written: explain it there, or list it
+under "These say what to do".
 """
 
 import ast
@@ -129,8 +130,12 @@ def test_the_first_words_of_every_message_are_on_the_page(page):
 
 def test_the_page_quotes_no_message_that_there_is_not():
     ours = (ROOT / "docs" / "errors.md").read_text().partition(OTHERS)[0]
-    cells = re.findall(r"^\| (`.*?) \|", ours, re.MULTILINE)
-    quoted = [message for cell in cells for message in re.findall("`([^`]+)`", cell)]
+    items = [item.partition("\n\n")[0] for item in re.split(r"^\s*- ", ours, flags=re.MULTILINE)[1:]]
+    quoted = []
+    for item in items:
+        # Up to a colon outside of messages; behind it stands what to do, or messages that say it themselves.
+        head = re.match(r"(?:`[^`]*`|[^`:])*", item)[0]
+        quoted += re.findall("`([^`]+)`", " ".join((head if "`" in head else item).split()))
     texts = [
         " ".join(_text(node, None, {}).split())
         for tree in SOURCES.values()
