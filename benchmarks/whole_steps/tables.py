@@ -13,6 +13,7 @@ from whole_steps.losses import (
     AVERAGED,
     DILOCO,
     LABEL,
+    LEARNT,
     THIN,
     Curve,
     complete,
