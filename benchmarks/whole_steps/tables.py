@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from whole_steps.cells import CELLS, Cell
+from whole_steps.cells import CELLS, LOOPBACK, Cell
 from whole_steps.losses import (
     AVERAGED,
     DILOCO,
@@ -36,13 +36,10 @@ README_CELLS = (
     "7M, 2 hosts, 0.2 Gbit/s",
     "7M, 2 hosts of 2 ranks, 0.2 Gbit/s",
     "7M, 2 hosts, 1 Gbit/s",
-    "7M, 4 hosts, 1 Gbit/s",
     "7M, 2 ranks, loopback",
     "60M, 2 hosts, 1 Gbit/s",
     "MLP, 2 hosts, 1 Gbit/s",
-    "conv, 2 hosts, 1 Gbit/s",
 )
-
 README_LOSSES = [("7M", "0.1gbit"), ("7M", "1gbit")]
 
 
@@ -70,19 +67,37 @@ def short_table(results: dict[str, Any]) -> str:
     for cell in _with_curves(results):
         if cell.name in cells and (cell.model, cell.rate) in README_LOSSES:
             earliest, reached = _reached(results, cell, shown)
-            own = [f"{one.loss:.2f} ({one.steps})" if one else "-" for one in map(reached.get, shown)]
+            own = [_loss_and_steps(reached.get(side), 2) for side in shown]
             losses.append([f"{cell.name}, after {earliest:.0f} s", *own])
     steps = table(["ms a step (times as fast as plain DDP)", *labels], rows)
     return f"{steps}\n\n{table(['training loss (steps made)', *labels], losses)}"
 
 
-def equal_time(results: dict[str, Any]) -> str:
-    """Return the losses that the measured curves have reached in equal time, by the measured steps.
+class Reached(NamedTuple):
+    """What a training reaches in some time: its loss, after so many steps."""
 
-    Of every model with curves, on each of its links of two hosts of one rank. The time is that in which the
-    fastest side makes all steps.
+    loss: float
+    steps: int
+
+
+def equal_time(results: dict[str, Any]) -> str:
+    """Return the losses that the first model has reached in equal time, by its curves and the measured steps.
+
+    On each link of two hosts of one rank. The time is that in which the fastest side makes all steps.
     """
-    return "\n\n".join(_equal_time(results, cell) for cell in _with_curves(results))
+    cells = [cell for cell in _with_curves(results) if cell.model == LEARNT[0] and cell.rate != LOOPBACK]
+    found = {cell.name: _reached(results, cell) for cell in cells}
+    heads = [f"{name}, after {earliest:.0f} s" for name, (earliest, _) in found.items()]
+    rows = [
+        [LABEL[side], *(_loss_and_steps(reached.get(side), 3) for _, reached in found.values())]
+        for side in ALL
+        if any(side in reached for _, reached in found.values())
+    ]
+    return table(["training loss (steps made)", *heads], rows)
+
+
+def _loss_and_steps(reached: Reached | None, digits: int) -> str:
+    return f"{reached.loss:.{digits}f} ({reached.steps})" if reached else "-"
 
 
 def _with_curves(results: dict[str, Any]) -> Iterator[Cell]:
@@ -91,14 +106,6 @@ def _with_curves(results: dict[str, Any]) -> Iterator[Cell]:
         curves, measured = results.get("losses", {}), results.get("cells", {})
         if cell.world_size == cell.hosts == 2 and cell.name in measured and cell.model in curves:
             yield cell
-
-
-class Reached(NamedTuple):
-    """What a training reaches: when it has made all ``steps``, and its loss after fewer of them."""
-
-    end: float
-    loss: float
-    steps: int
 
 
 def _reached(
@@ -119,18 +126,8 @@ def _reached(
             made = THIN * (bisect_right(own, earliest) // THIN)
             points = slice(max(0, made - AVERAGED) // THIN, max(THIN, made) // THIN)
             losses = [statistics.fmean(curve["losses"][points]) for curve in shown[name] or ()]
-            found[name] = Reached(own[-1], statistics.fmean(losses), made)
+            found[name] = Reached(statistics.fmean(losses), made)
     return earliest, found
-
-
-def _equal_time(results: dict[str, Any], cell: Cell) -> str:
-    steps = results["losses"][cell.model]["steps"]
-    earliest, reached = _reached(results, cell)
-    heads = [cell.name, f"seconds for {steps} steps", f"training loss after {earliest:.0f} s", "steps made"]
-    rows = [
-        [LABEL[name], f"{one.end:.0f}", f"{one.loss:.3f}", str(one.steps)] for name, one in reached.items()
-    ]
-    return table(heads, rows)
 
 
 def _seconds_of_steps(name: str, sides: dict[str, Any], steps: int) -> list[float]:
