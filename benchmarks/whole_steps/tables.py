@@ -26,8 +26,12 @@ from whole_steps.sides import ALL, COMPUTE, OURS, OVERLAP, PLAIN, SHORT_LABELS, 
 
 GAIN = 1.03
 """Less than 3 % is within the machine's noise."""
-SHOWN = [name for name in ALL if name != "auto" and (not name.endswith(OVERLAP) or name == f"8bits{OVERLAP}")]
-"""A sentence says what ``auto`` chose, and overlapped steps have a page of their own."""
+SHOWN = [
+    name
+    for name in ALL
+    if name not in {"auto", "powersgd4-one"} and (not name.endswith(OVERLAP) or name == f"8bits{OVERLAP}")
+]
+"""A sentence says what ``auto`` chose; overlapped steps and more ranks of factors have pages of their own."""
 CANDIDATES = {PLAIN, "bf16", "8bits"}
 """What ``auto`` may choose by default: 4 bits exceed its largest error."""
 README_CELLS = (
