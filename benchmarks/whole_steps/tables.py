@@ -14,6 +14,7 @@ from whole_steps.losses import (
     DILOCO,
     LABEL,
     LEARNT,
+    POWER_SGD,
     THIN,
     Curve,
     complete,
@@ -29,9 +30,9 @@ GAIN = 1.03
 SHOWN = [
     name
     for name in ALL
-    if name not in {"auto", "powersgd4-one"} and (not name.endswith(OVERLAP) or name == f"8bits{OVERLAP}")
+    if name not in {"auto", *POWER_SGD} and (not name.endswith(OVERLAP) or name == f"8bits{OVERLAP}")
 ]
-"""A sentence says what ``auto`` chose; overlapped steps and more ranks of factors have pages of their own."""
+"""A sentence says what ``auto`` chose; PowerSGD and overlapped steps have pages of their own."""
 CANDIDATES = {PLAIN, "bf16", "8bits"}
 """What ``auto`` may choose by default: 4 bits exceed its largest error."""
 README_CELLS = (
