@@ -74,9 +74,9 @@ def test_the_error_the_bytes_and_the_bits_of_low_rank(hosts):
         assert of_rank["missing"] < 0.2
         # In each step residuals and what factors have lost are rounded to bf16, by 2^-9 at most.
         assert of_rank["not kept"] < STEPS * 2.0**-8 * of_rank["missing"]
-        # And what Gloo sends besides: a header for each message, which are small here.
+        # And what Gloo sends besides: a header for each message to each rank, which are small here.
         if of_rank["on TCP"] is not None:
-            assert of_rank["sent"] <= of_rank["on TCP"] <= 1.25 * of_rank["sent"] + 1000
+            assert 0 <= of_rank["on TCP"] - of_rank["sent"] <= 1500 + 500 * len(hosts)
     # Shards end at blocks of 32, so some are a little longer than others.
     names = sorted(set(hosts)) if len(set(hosts)) > 1 else hosts
     count = len(names)
