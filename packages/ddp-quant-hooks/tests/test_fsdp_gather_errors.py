@@ -12,17 +12,21 @@ from fsdp_models import (
     Net,
     backward,
     needs_custom_gathers,
+    needs_reset,
     nodes_and_shards,
     shard_layers,
     sharded,
     watched_layers,
+    whole,
 )
+from host_names import take_host_name
+from quant_buckets import assert_same
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 from ddp_quant_hooks.fsdp import quantize_all_gather
 from dist_utils import AgreementError
-from dist_utils.testing import patience, run_ranks
+from dist_utils.testing import patience, run_ranks, same_on_all_ranks
 from dist_utils.torch_compat import MissingTorchFeatureError
 
 HAS_CUSTOM_GATHERS = hasattr(getattr(fsdp, "FSDPModule", None), "set_custom_all_gather")
@@ -176,34 +180,54 @@ def test_an_older_torch_is_told():
     run_ranks(_no_old_torch, 1, timeout=60)
 
 
+CALLERS = pytest.mark.parametrize("options", [{}, {"differences": True}], ids=["8 bits", "differences"])
+
+
+def _three_layers(ranks, options):
+    net = shard_layers(watched_layers(), init_device_mesh("cpu", (ranks,)))
+    handle = quantize_all_gather(net, min_bytes=0, **options)
+    backward(net, 0)
+    return net, handle
+
+
 def _several_passes(net):
     for step in range(3):
         backward(net, step)
 
 
-def _dies(rank):
-    net = shard_layers(watched_layers(), init_device_mesh("cpu", (4,)))
-    handle = quantize_all_gather(net, min_bytes=0)
-    backward(net, 0)
-    if rank == 2:
-        os._exit(3)
-    before = handle.statistics.quantized_gathers
+def _fails_and_sees_no_wrong_weights(net, exact):
+    """Run passes until one fails: until then all weights that are seen are near the exact ones."""
+    for layer in net:
+        layer.seen["forward"].clear()
     with pytest.raises(RuntimeError):
         _several_passes(net)
-    return handle.statistics.quantized_gathers - before
+    for layer, weights in zip(net, zip(exact[::2], exact[1::2], strict=True), strict=True):
+        for seen in layer.seen["forward"]:
+            torch.testing.assert_close(seen, list(weights), rtol=0.02, atol=0.002)
+
+
+def _dies(rank, options):
+    take_host_name("0011"[rank])
+    net, handle = _three_layers(4, options)
+    exact, before = whole(net), handle.statistics
+    if rank == 2:
+        net[1].register_forward_pre_hook(lambda *_: os._exit(3))
+        net(torch.zeros(1, 37))
+    _fails_and_sees_no_wrong_weights(net, exact)
+    return (handle.statistics - before).quantized_gathers
 
 
 @needs_custom_gathers
-def test_a_peer_that_dies_is_an_error_on_the_others():
-    found = run_ranks(_dies, 4, may_die={2}, group_timeout=patience(6.0), timeout=100)
+@CALLERS
+def test_a_peer_that_dies_is_an_error_on_the_others(options):
+    found = run_ranks(_dies, 4, options, may_die={2}, group_timeout=patience(6.0), timeout=100)
     assert found[2] is None
-    assert all(count < 18 for rank, count in enumerate(found) if rank != 2)
+    assert all(count < 6 for rank, count in enumerate(found) if rank != 2), "none ends a whole pass"
 
 
-def _stops(rank, how, seconds):
-    net = shard_layers(watched_layers(), init_device_mesh("cpu", (2,)))
-    quantize_all_gather(net, min_bytes=0)
-    backward(net, 0)
+def _stops(rank, how, seconds, options):
+    net, _ = _three_layers(2, options)
+    exact = whole(net)
     began = time.monotonic()
     if rank == 1 and how == "stops":
         time.sleep(1.5 * seconds)
@@ -216,17 +240,45 @@ def _stops(rank, how, seconds):
         with spoiled_kernel(fail), pytest.raises(MemoryError, match="no room for a kernel"):
             backward(net, 1)
         return 0.0
-    with pytest.raises(RuntimeError):
-        backward(net, 1)
+    _fails_and_sees_no_wrong_weights(net, exact)
     return time.monotonic() - began
 
 
 @needs_custom_gathers
+@CALLERS
 @pytest.mark.parametrize("how", ["stops", pytest.param("fails", marks=pytest.mark.exhaustive)])
-def test_a_peer_that_stops_or_fails_is_an_error_within_the_groups_timeout(how):
+def test_a_peer_that_stops_or_fails_is_an_error_within_the_groups_timeout(how, options):
     seconds = patience(4.0)  # once: it depends on how busy the machine is now
-    waited, _ = run_ranks(_stops, 2, how, seconds, group_timeout=seconds, timeout=100)
+    waited, _ = run_ranks(_stops, 2, how, seconds, options, group_timeout=seconds, timeout=100)
     assert waited < 2 * seconds
+
+
+def _all_fail(_, options):
+    """After an error in a gather of all ranks they go on, with the weights that they should have."""
+    net, handle = _three_layers(2, options)
+
+    def fail():
+        raise MemoryError("no room for a kernel")
+
+    with spoiled_kernel(fail), pytest.raises(MemoryError):
+        backward(net, 1)
+    net.zero_grad()
+    net.reset_iter_state()
+    net.zero_grad()
+    handle.start_over()
+    exact = whole(net)
+    backward(net, 1)
+    for layer, weights in zip(net, zip(exact[::2], exact[1::2], strict=True), strict=True):
+        assert_same(layer.seen["forward"][-1], layer.seen["backward"][-1])
+        assert same_on_all_ranks(layer.seen["forward"][-1])
+        torch.testing.assert_close(layer.seen["forward"][-1], list(weights), rtol=0.02, atol=0.002)
+
+
+@needs_custom_gathers
+@needs_reset
+@CALLERS
+def test_ranks_go_on_after_an_error_of_all_of_them(options):
+    run_ranks(_all_fail, 2, options, timeout=60)
 
 
 def _other_order(rank, options):
@@ -241,7 +293,7 @@ def _other_order(rank, options):
 
 
 @needs_custom_gathers
-@pytest.mark.parametrize("options", [{}, {"differences": True}])
+@CALLERS
 def test_ranks_that_gather_other_modules_take_none_for_another(options):
     run_ranks(_other_order, 2, options, group_timeout=patience(4.0), timeout=100)
 

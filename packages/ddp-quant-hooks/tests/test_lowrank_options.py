@@ -112,6 +112,8 @@ def test_names_are_kept_exact():
         assert plain > 0
     with pytest.raises(TypeError, match="exact must be a sequence of patterns"):
         LowRankState(exact="layer")
+    with pytest.raises(ValueError, match=r"^bits must be 8 or 4, got 16$"):
+        LowRankState(bits=16)
     with pytest.raises(ValueError, match="residual_bits must be 1 or None, got 2"):
         LowRankState(residual_bits=2)
 

@@ -3,15 +3,56 @@
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 @dataclass(frozen=True)
-class Statistics:
+class Counts:
+    """What was counted so far, with how much less was sent than in full precision.
+
+    Integers and seconds are sums, and are subtracted; what else there is is the last one.
+    """
+
+    @property
+    @abstractmethod
+    def _sent_and_native(self) -> tuple[int, int]:
+        """The bytes that were sent, and those that full precision would have sent."""
+
+    @property
+    def bytes_saved(self) -> int:
+        """The bytes saved compared with full precision."""
+        sent, native = self._sent_and_native
+        return native - sent
+
+    @property
+    def bytes_ratio(self) -> float | None:
+        """What was sent, as a share of what full precision sends; ``None`` if that is nothing."""
+        sent, native = self._sent_and_native
+        return sent / native if native else None
+
+    def as_dict(self) -> dict[str, int | float]:
+        """Return attributes and properties by name, as plain numbers, without those that are ``None``."""
+        values = {**asdict(self), "bytes_saved": self.bytes_saved, "bytes_ratio": self.bytes_ratio}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def __sub__(self, earlier: Self) -> Self:
+        """Return what was done since ``earlier``."""
+        if type(earlier) is not type(self):
+            return NotImplemented
+        sums = [one.name for one in fields(self) if one.type in ("int", "float")]
+        return replace(self, **{name: getattr(self, name) - getattr(earlier, name) for name in sums})
+
+
+@dataclass(frozen=True)
+class Statistics(Counts):
     """What a state has done so far, on this rank. The difference of two is what it did in between.
 
     A bucket here is what is sent together: a bucket of ``DistributedDataParallel``; in a call on plain
@@ -50,26 +91,8 @@ class Statistics:
     seconds_waited: float = 0.0
 
     @property
-    def bytes_saved(self) -> int:
-        """The bytes saved compared with an all-reduce."""
-        return self.bytes_of_allreduce - self.bytes_sent
-
-    @property
-    def bytes_ratio(self) -> float | None:
-        """What was sent, as a share of what an all-reduce would have sent; ``None`` if that is nothing."""
-        return self.bytes_sent / self.bytes_of_allreduce if self.bytes_of_allreduce else None
-
-    def as_dict(self) -> dict[str, int | float]:
-        """Return attributes and properties by name, as plain numbers, without those that are ``None``."""
-        values = {**asdict(self), "bytes_saved": self.bytes_saved, "bytes_ratio": self.bytes_ratio}
-        return {name: value for name, value in values.items() if value is not None}
-
-    def __sub__(self, earlier: Statistics) -> Statistics:
-        """Return what was done since ``earlier``; the relative error is the later one."""
-        if not isinstance(earlier, Statistics):
-            return NotImplemented
-        sums = (*_COUNTS, "seconds_waited")
-        return replace(self, **{name: getattr(self, name) - getattr(earlier, name) for name in sums})
+    def _sent_and_native(self) -> tuple[int, int]:
+        return self.bytes_sent, self.bytes_of_allreduce
 
 
 _COUNTS = tuple(one.name for one in fields(Statistics) if one.type == "int")

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from ddp_quant_hooks.exchange.placement import link_inside_host
 from ddp_quant_hooks.fsdp.gather_statistics import GatherCounter, GatherStatistics
-from ddp_quant_hooks.fsdp.module_gather import GatherOptions, ModuleGather, TrainingForward
+from ddp_quant_hooks.fsdp.kept import TrainingForward
+from ddp_quant_hooks.fsdp.module_gather import GatherOptions, ModuleGather
 from ddp_quant_hooks.fsdp.replacement import Replacement
 from ddp_quant_hooks.fsdp.sharded_module import ShardedModule
 from ddp_quant_hooks.kernels.layout import WIRE_VERSION

@@ -6,12 +6,13 @@ What rounding loses of a difference is in the next one, as that is taken to the 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ddp_quant_hooks.fsdp.gather_plan import Route, ShardFormat, message_tags
+from ddp_quant_hooks.fsdp.kept import KeptMemory
 from dist_utils import start_messages
 from dist_utils.process_groups import Arrival, record_use
 
@@ -69,7 +70,10 @@ class Differences:
 
     def own_copy(self, like: torch.Tensor) -> torch.Tensor | None:
         """Return the copy of this rank's shard, which is ``like``; ``None`` if there is none."""
-        return self._copies.rows[0] if self._fit(like) and self._copies is not None else None
+        if self._copies is None or not self._fit(like):
+            return None
+        self._copies.begin_use()
+        return self._copies.rows[0]
 
     def gather(
         self,
@@ -96,7 +100,7 @@ class Differences:
         self._copies = None  # until all of them are what they should be: an error leaves none
         sent = Sent(exact=False, bytes_to_receiver=0, bytes_inside=0)
         if copies is None or not again:
-            copies = copies or _Copies.empty(1 + len(self._route.entering), own)
+            copies = copies or _Copies(1 + len(self._route.entering), own)
             copies.begin_use()
             sent = yield from self._update(copies, form, lengths, own)
         else:
@@ -134,7 +138,8 @@ class Differences:
                 tag=self._tags.differences,
             )
         )
-        record_use(received)  # an asynchronous gather may go on on another stream
+        for each in (message, received):
+            record_use(each)  # an asynchronous gather may go on on another stream
         for row, each in zip(rows[1:], received, strict=True):
             decode_difference(form, each, row)
         exact = self._senders_of_values(received, copies.number)
@@ -157,20 +162,17 @@ class Differences:
         """Return the ranks that send values, too. Waits for an accelerator.
 
         Raises:
-            RuntimeError: A difference is to another copy than this rank has.
+            RuntimeError: A rank's copies have been through another number of gathers than this one's.
         """
-        exact = []
         notes = received[:, -NOTE_BYTES:].contiguous().view(torch.int32).tolist()
-        for rank, (theirs, is_exact, *_) in zip(self._route.entering, notes, strict=True):
-            if is_exact:
-                exact.append(rank)
-            elif theirs != number:
+        for rank, (theirs, *_) in zip(self._route.entering, notes, strict=True):
+            if theirs != number:
                 raise RuntimeError(
-                    f"module {self._name!r}: rank {rank} sends a difference to the copy of its gather "
-                    f"{theirs}, but this rank has that of gather {number}: let all ranks gather the same "
-                    "modules in the same order, or start_over() on all of them"
+                    f"module {self._name!r}: {theirs} gathers have changed the copies of rank {rank}, but "
+                    f"{number} those of this rank: let all ranks gather the same modules in the same order, "
+                    "or start_over() on all of them"
                 )
-        return exact
+        return [rank for rank, (_, is_exact, *_) in zip(self._route.entering, notes, strict=True) if is_exact]
 
     def _hand_on(self, rows: torch.Tensor, output: torch.Tensor) -> Generator[None, None, int]:
         """Write the shards of all ranks, which those of the host have; return how much each of them got."""
@@ -233,8 +235,12 @@ def decode_difference(form: ShardFormat, message: torch.Tensor, copy: torch.Tens
     form.decode_exact(message, (0,), copy)
 
 
-class _Copies:
-    """Copies of shards.
+class _Copies(KeptMemory):
+    """Copies of shards, of zeros at first.
+
+    Args:
+        count: How many.
+        like: A shard.
 
     Attributes:
         rows: This rank's own, then those that other ranks send it.
@@ -242,29 +248,11 @@ class _Copies:
         number: How many gathers have changed them.
     """
 
-    def __init__(self, rows: torch.Tensor, last: torch.Tensor) -> None:
-        self.rows, self.last, self.number = rows, last, 0
-        self._used: Any = None
-
-    @classmethod
-    def empty(cls, count: int, like: torch.Tensor) -> _Copies:
-        """Return copies that have nothing yet."""
+    def __init__(self, count: int, like: torch.Tensor) -> None:
         with torch.inference_mode(False):
-            rows = torch.zeros(1 + count, like.numel(), dtype=like.dtype, device=like.device)
-            return cls(rows[1:], rows[0])
-
-    def begin_use(self) -> None:
-        """Let the current stream use them after those that have used them before."""
-        if self._used is not None:
-            torch.get_device_module(self.rows.device).current_stream(self.rows.device).wait_event(self._used)
-            record_use(self.rows)
-
-    def end_use(self) -> None:
-        """Note that the current stream has used them."""
-        if self.rows.device.type != "cpu":
-            record_use(self.rows)
-            device = torch.get_device_module(self.rows.device)
-            self._used = device.current_stream(self.rows.device).record_event()
+            super().__init__(torch.zeros(1 + count, like.numel(), dtype=like.dtype, device=like.device))
+            self.last, self.rows = self.tensor[0], self.tensor[1:]
+        self.number = 0
 
 
 def _arrival(works: Sequence[Arrival]) -> Iterator[None]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
+
+from ddp_quant_hooks.statistics import Counts
 
 
 @dataclass(frozen=True)
-class GatherStatistics:
+class GatherStatistics(Counts):
     """What FSDP's gathers of a model's parameters have done so far, on this rank.
 
     The difference of two is what was done in between.
@@ -39,29 +41,8 @@ class GatherStatistics:
     bytes_of_all_gather: int = 0
 
     @property
-    def bytes_saved(self) -> int:
-        """The bytes saved compared with FSDP's own gathers."""
-        return self.bytes_of_all_gather - self.bytes_sent
-
-    @property
-    def bytes_ratio(self) -> float | None:
-        """What was sent, as a share of what FSDP itself sends; ``None`` if that is nothing."""
-        return self.bytes_sent / self.bytes_of_all_gather if self.bytes_of_all_gather else None
-
-    def as_dict(self) -> dict[str, int | float]:
-        """Return attributes and properties by name, as plain numbers, without those that are ``None``."""
-        values = {**asdict(self), "bytes_saved": self.bytes_saved, "bytes_ratio": self.bytes_ratio}
-        return {name: value for name, value in values.items() if value is not None}
-
-    def plus(self, **more: int) -> GatherStatistics:
-        """Return these with more of some."""
-        return replace(self, **{name: getattr(self, name) + count for name, count in more.items()})
-
-    def __sub__(self, earlier: GatherStatistics) -> GatherStatistics:
-        """Return what was done since ``earlier``."""
-        if not isinstance(earlier, GatherStatistics):
-            return NotImplemented
-        return self.plus(**{one.name: -getattr(earlier, one.name) for one in fields(earlier)})
+    def _sent_and_native(self) -> tuple[int, int]:
+        return self.bytes_sent, self.bytes_of_all_gather
 
 
 class GatherCounter:
@@ -76,4 +57,7 @@ class GatherCounter:
 
     def add(self, **more: int) -> None:
         """Count more of some attributes of the statistics."""
-        self.statistics = self.statistics.plus(**more)
+        so_far = self.statistics
+        self.statistics = replace(
+            so_far, **{name: getattr(so_far, name) + count for name, count in more.items()}
+        )

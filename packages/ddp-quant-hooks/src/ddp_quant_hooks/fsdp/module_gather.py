@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ddp_quant_hooks.fsdp.differences import NOTE_BYTES, Differences
 from ddp_quant_hooks.fsdp.gather_plan import ShardFormat, message_tags, plan_route, shard_format
 from ddp_quant_hooks.fsdp.gather_statistics import GatherCounter
+from ddp_quant_hooks.fsdp.kept import KeptMemory, TrainingForward
 from ddp_quant_hooks.fsdp.sharded_module import ShardedModule
 from ddp_quant_hooks.kernels import VALUE_DTYPES, Layout
 from ddp_quant_hooks.statistics import bytes_around_ring
@@ -52,7 +53,7 @@ class ModuleGather:
         hosts: For each rank that it is sharded over, the number of its host.
         counter: Counts what is gathered.
         before: Called before every gather.
-        in_training: Tells whether a forward pass is running whose backward pass autograd records.
+        in_training: Whether a forward pass is running whose backward pass autograd records.
 
     Attributes:
         name: The name of the module.
@@ -65,7 +66,7 @@ class ModuleGather:
         hosts: Sequence[int],
         counter: GatherCounter,
         before: Callable[[], None],
-        in_training: Callable[[], bool],
+        in_training: TrainingForward,
     ) -> None:
         self._module, self._options, self._counter = module, options, counter
         self._before, self._in_training = before, in_training
@@ -82,7 +83,7 @@ class ModuleGather:
         self._differences: Differences | None = None
         if options.differences:
             self._differences = Differences(self.name, self._group, self._route)
-        self._kept: _Kept | None = None
+        self._kept: KeptMemory | None = None
         self._logged: set[str] = set()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -216,7 +217,8 @@ class ModuleGather:
         record_use(memory)  # an asynchronous gather may end on another stream
         form.decode(memory, route.order, output)
         if keeps:
-            self._kept = _Kept.of(memory)
+            self._kept = KeptMemory(memory)
+            self._kept.end_use()
         self._counter.add(
             quantized_gathers=1,
             bytes_sent=route.messages_sent * size,
@@ -275,7 +277,8 @@ class ModuleGather:
 
     def _restore_kept(self, form: ShardFormat, output: torch.Tensor) -> None:
         assert self._kept is not None
-        form.decode(self._kept.messages(), self._route.order, output)
+        self._kept.begin_use()
+        form.decode(self._kept.tensor, self._route.order, output)
         self.drop_kept()
         native, _ = self._bytes_of_ring(self._group, output.nbytes)
         self._counter.add(reused_gathers=1, bytes_of_all_gather=native)
@@ -308,36 +311,6 @@ def _squares(rounded: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
     return float(error.square().sum()), float(exact.double().square().sum())
 
 
-class _Kept(NamedTuple):
-    """Messages of a forward pass.
-
-    Attributes:
-        memory: All of them.
-        written: On an accelerator, the event after which they are there.
-    """
-
-    memory: torch.Tensor
-    written: Any
-
-    @classmethod
-    def of(cls, memory: torch.Tensor) -> _Kept:
-        """Keep messages that are there for the current stream."""
-        if memory.device.type == "cpu":
-            return cls(memory, None)
-        return cls(
-            memory, torch.get_device_module(memory.device).current_stream(memory.device).record_event()
-        )
-
-    def messages(self) -> torch.Tensor:
-        """Return them for the current stream."""
-        if self.written is not None:
-            torch.get_device_module(self.memory.device).current_stream(self.memory.device).wait_event(
-                self.written
-            )
-            record_use(self.memory)
-        return self.memory
-
-
 class _Gathering(dist.Work):
     """A gather that ends when it is waited for.
 
@@ -348,51 +321,12 @@ class _Gathering(dist.Work):
 
     def __init__(self, rest: Iterator[None], output: torch.Tensor) -> None:
         super().__init__()
-        self._rest, self._output = rest, output
+        self._rest, self._output = rest, KeptMemory(output)
+        self._output.end_use()
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:  # noqa: ARG002 - the group's own timeout counts
         """Wait for the messages, and restore all shards."""
-        record_use(self._output)  # perhaps made on another stream
+        self._output.begin_use()
         for _ in self._rest:
             pass
         return True
-
-
-class TrainingForward:
-    """Whether a forward pass is running whose backward pass autograd records.
-
-    FSDP gathers inside of ``torch.no_grad()``, where nothing tells.
-
-    Args:
-        modules: FSDP modules, each of which gathers itself and others as soon as its forward pass begins.
-    """
-
-    def __init__(self, modules: Sequence[ShardedModule]) -> None:
-        self._running = False
-        every = [one for module in modules for one in module.group.modules]
-        self._hooks = [
-            handle
-            for module in every
-            for handle in (
-                module.register_forward_pre_hook(self._begin, prepend=True),
-                module.register_forward_hook(self._end),
-            )
-        ]
-
-    def __call__(self) -> bool:
-        """Return whether one is running."""
-        return self._running
-
-    def stop(self) -> None:
-        """Watch no more."""
-        self._running = False
-        for hook in self._hooks:
-            hook.remove()
-
-    @outside_graphs
-    def _begin(self, *_: object) -> None:
-        self._running = torch.is_grad_enabled()
-
-    @outside_graphs
-    def _end(self, *_: object) -> None:
-        self._running = False

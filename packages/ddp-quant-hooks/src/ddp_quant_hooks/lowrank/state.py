@@ -88,6 +88,8 @@ class LowRankState(AveragingState):
         """The number of columns of each factor, or ``"auto"``."""
         self.warm_up_steps = whole_number("warm_up_steps", warm_up_steps, at_least=0)
         """The number of steps without factors."""
+        if bits not in (8, 4):
+            raise ValueError(f"bits must be 8 or 4, got {bits!r}")
         if residual_bits is not None and whole_number("residual_bits", residual_bits, at_least=1) != 1:
             raise ValueError(f"residual_bits must be 1 or None, got {residual_bits!r}")
         self.residual_bits: Literal[1] | None = residual_bits
