@@ -197,6 +197,32 @@ def test_the_tables_of_sharded_gathers_are_those_of_the_results(row):
     assert cells(page, row, "bytes a parameter") == [f"{value:.2f}" for value in counted]
 
 
+def test_the_table_of_advice_has_the_numbers_of_the_results():
+    sharded = json.loads((RESULTS / "fsdp_gather.json").read_text())["times"]["4 hosts of 1 rank"]
+    texts = [
+        "; ".join(
+            f"{sharded[rate][side]['times_faster']:.2f}" for side in ("gradients in 8 bits", "both in 8 bits")
+        )
+        for rate in ("1gbit", "200mbit")
+    ]
+    steps = json.loads((RESULTS / "whole_steps.json").read_text())["cells"]
+    ratios = {
+        (cell, side): f"{found['faster_than_plain']['median']:.2f}"
+        for cell, of_cell in steps.items()
+        for side, found in of_cell["sides"].items()
+        if "faster_than_plain" in found
+    }
+    slow, fast = "7M, 2 hosts, 0.1 Gbit/s", "7M, 2 hosts, 10 Gbit/s"
+    texts += [
+        f"{ratios[slow, '8bits']} and {ratios[slow, '4bits']}",
+        f"{ratios[fast, '8bits']}, {ratios[fast, 'bf16']}",
+    ]
+    low_rank = json.loads((RESULTS / "low_rank.json").read_text())["cells"][slow]["sides"]["low-rank-one"]
+    texts += [f"{low_rank['faster_than_plain']['median']:.2f} in one bucket"]
+    texts += [f"{ratios['60M, 2 hosts, 1 Gbit/s', '8bits']} (57 million)"]
+    assert [text for text in texts if not stands(Place("docs/choose.md", ""), text)] == []
+
+
 def test_the_table_of_many_ranks_is_that_of_the_results():
     results = json.loads((RESULTS / "many_ranks.json").read_text())
     path = "docs/benchmarks/many-ranks.md"
