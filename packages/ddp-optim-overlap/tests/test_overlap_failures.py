@@ -46,6 +46,7 @@ from ddp_optim_overlap import (
     hook_then_optimizer,
     overlap_optimizer,
 )
+from ddp_optim_overlap.passes import peers
 from dist_utils.testing import call_in_backward, patience, run_ranks
 from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL, default_store
 
@@ -283,6 +284,22 @@ def check_a_failed_model_that_is_gone_takes_no_later_gradients():
     assert_same([one.grad for one in net.parameters()], [torch.ones_like(one) for one in net.parameters()])
 
 
+@cases({"meeting": ({},), "unused": ({"find_unused_parameters": True},)})
+def check_a_collective_of_the_ranks_that_fails_at_once(options):
+    ddp, optimizer, handle = start(sgd, **options)
+    train_on(ddp, optimizer, batches(2))
+    handle.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "start_all_reduce", _refuse)
+        with pytest.raises(CommunicationError, match="not today"):
+            backward(ddp, batches(1)[0])
+    with pytest.raises(CommunicationError, match="not today"):
+        optimizer.step()
+    handle.remove()
+    if not options:  # else DDP's own forward pass raises after such an error
+        train_on(ddp, optimizer, batches(1))
+
+
 @cases({"dynamic": ({},), "static": ({"static_graph": True},)})
 def check_a_model_goes_on_after_its_first_pass_has_failed(options):
     """Before DDP has rebuilt its buckets."""
@@ -311,7 +328,7 @@ def _raises(state, bucket):
     raise ValueError("not today")
 
 
-def _refuse():
+def _refuse(*_):
     raise ValueError("not today")
 
 

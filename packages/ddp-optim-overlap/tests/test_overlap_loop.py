@@ -23,6 +23,7 @@ from overlap_runs import (
     cases,
     changed,
     ends,
+    gradients,
     make_ddp,
     on_ranks,
     paused,
@@ -83,6 +84,40 @@ def check_two_models_of_a_gan(*, overlapped):
             critic(made).square().sum().backward()
         generator_optimizer.step()
     return ends(generator, generator_optimizer), ends(critic, critic_optimizer)
+
+
+@as_ordinary
+def check_gradients_stay_the_same_objects(*, overlapped):
+    """Not a bucket's memory, into which the next pass writes."""
+    ddp, optimizer, _ = start(overlapped=overlapped, find_unused_parameters=True)
+    kept = []
+    for number, x in enumerate(batches(4)):
+        ddp.module.skipped = (number % 4,)
+        before = gradients(ddp)
+        backward(ddp, x)
+        kept.append([one is other for one, other in zip(before, gradients(ddp), strict=True)])
+        kept.append([one.clone() for one in gradients(ddp) if one is not None])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return ends(ddp, optimizer), kept
+
+
+@cases({how: (how,) for how in ("pause", "autograd.grad")})
+@as_ordinary
+def check_adversarial_inputs(how, *, overlapped):
+    """A backward pass only for the gradients of inputs, before the one that trains."""
+    ddp, optimizer, handle = start(overlapped=overlapped)
+    for x in batches(3):
+        x.requires_grad_()
+        if how == "pause":
+            with paused(handle):
+                backward(ddp, x)
+        else:
+            (x.grad,) = torch.autograd.grad(ddp(x).square().sum(), [x])
+        optimizer.zero_grad()
+        backward(ddp, x.detach() + 0.1 * x.grad.sign())
+        optimizer.step()
+    return ends(ddp, optimizer)
 
 
 @as_ordinary

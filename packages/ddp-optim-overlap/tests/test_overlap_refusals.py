@@ -157,7 +157,7 @@ REFUSED = {
     ),
     "static, dtypes": _refused("buckets of its first pass apart", model=_static_of_two_dtypes),
     "shared memory": _refused("share memory", model=_sharing_memory),
-    "slices": _refused(r"sliced from one tensor.*\(8, 8\)", model=_sliced),
+    "slices": _refused(r"share memory.*\(8, 8\)", model=_sliced),
     "no DDP": _refused("Net", model=Net, kind=TypeError),
     "compiled DDP": _refused("got OptimizedModule", model=lambda: torch.compile(make_ddp()), kind=TypeError),
     "sparse": _refused(r"embedding\.weight", model=_sparse, make=adamw, kind=UnsupportedGradientError),

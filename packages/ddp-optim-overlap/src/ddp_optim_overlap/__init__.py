@@ -13,6 +13,7 @@ from ddp_optim_overlap.errors import (
     DoubleBackwardError,
     OverlapError,
     StepError,
+    StepReport,
     UnsupportedGradientError,
     UnsupportedOptimizerError,
 )
@@ -23,7 +24,6 @@ from ddp_optim_overlap.in_backward import (
 )
 from ddp_optim_overlap.optimizers.admission import declare_steps_per_parameter
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
-from ddp_optim_overlap.report import StepReport
 
 __all__ = [
     "ByValue",

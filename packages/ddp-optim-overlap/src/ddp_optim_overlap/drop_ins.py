@@ -12,21 +12,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.loop.overlapped_optimizers import OverlappedOptimizers
-from ddp_optim_overlap.model import CopiedHook, require_ddp_options
+from ddp_optim_overlap.model import require_ddp_options
 from ddp_optim_overlap.optimizers.admission import (
     require_plain_step,
     require_separate_memory,
     require_step_per_parameter,
 )
-from ddp_optim_overlap.optimizers.step_hooks import note_writes
+from ddp_optim_overlap.optimizers.partial_steps import note_writes
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
 from ddp_optim_overlap.passes.averaging import plain_average
 from ddp_optim_overlap.passes.backward_pass import Stepper
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch, gradient_marks
+from ddp_optim_overlap.slot import EngineSlot
 from dist_utils import resolve_group
 from dist_utils.comm_hooks import CommHook
-from dist_utils.torch_compat import GradBucket
 
 
 class FunctionalOptimizer(Protocol):
@@ -105,10 +105,8 @@ class _StepFunctions(Stepper):
         self._stepped = []
 
 
-class EngineAtFirstBucket:
-    """Takes buckets for an engine that is made with the first one, unless started earlier.
-
-    Its :meth:`hook` is a communication hook, for one model.
+class EngineAtFirstBucket(EngineSlot):
+    """Makes its engine with the first bucket, unless started earlier; for one model.
 
     Args:
         stepper: What the engine steps with.
@@ -120,25 +118,17 @@ class EngineAtFirstBucket:
     """
 
     def __init__(self, stepper: Stepper, comm_hook: CommHook | None, *, skips_unused: bool) -> None:
+        super().__init__()
         self.stepper, self._comm_hook, self._skips_unused = stepper, comm_hook, skips_unused
-        self._engine: Engine | None = None
-
-    def __deepcopy__(self, memo: object) -> CopiedHook:
-        """Return what cannot step: DDP's list of hooks is copied, but the reducer of a copy has none."""
-        return CopiedHook()
 
     def start(self, hook_state: object, model: DistributedDataParallel | None = None) -> Engine:
         """Return the engine, and make it if needed.
 
-        Args:
-            hook_state: The state that the hook was registered with.
-            model: The model, if known.
-
         Raises:
             ConfigError: An option of the model does not go with steps inside ``backward()``.
         """
-        if self._engine is not None:
-            return self._engine
+        if self.engine is not None:
+            return self.engine
         if model is not None:
             require_ddp_options(model)
         group = _group_of(hook_state)
@@ -152,13 +142,7 @@ class EngineAtFirstBucket:
         )
         if isinstance(self.stepper, OverlappedOptimizers):
             self.stepper.attach(engine)
-        weakref.finalize(self, engine.remove).atexit = False  # with the model, which has the hook
-        self._engine = engine
-        return engine
-
-    def hook(self, hook_state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Act as the communication hook for one bucket."""
-        return self.start(hook_state).hook(bucket)
+        return self.put(engine)
 
 
 def _group_of(hook_state: Any) -> dist.ProcessGroup:

@@ -13,16 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.drop_ins import EngineAtFirstBucket
 from ddp_optim_overlap.errors import ConfigError
-from ddp_optim_overlap.model import (
-    another_hook,
-    averaged_parameters,
-    comm_hooks,
-    register_comm_hook,
-)
+from ddp_optim_overlap.model import averaged_parameters
 from ddp_optim_overlap.optimizers.admission import require_plain_step
-from ddp_optim_overlap.optimizers.step_hooks import note_writes
+from ddp_optim_overlap.optimizers.partial_steps import note_writes
 from ddp_optim_overlap.passes.backward_pass import Stepper
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch
+from ddp_optim_overlap.slot import another_hook, comm_hooks, register_comm_hook, slot_of
 from dist_utils.comm_hooks import CommHook
 from dist_utils.torch_compat import private
 
@@ -247,7 +243,7 @@ def _claim(ddp: DistributedDataParallel) -> None:
         hook = apply_optim_in_backward_hook(ddp.gradient_as_bucket_view)
         register_comm_hook(ddp, weakref.ref(ddp), hook)
     for hook, state in comm_hooks(ddp):
-        lazy = getattr(hook, "__self__", None)
+        lazy = slot_of(hook)
         if not isinstance(lazy, EngineAtFirstBucket):
             raise another_hook(hook)
         if isinstance(lazy.stepper, _OwnOptimizers):

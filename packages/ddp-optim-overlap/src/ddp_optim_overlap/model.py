@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,13 +15,17 @@ from ddp_optim_overlap.errors import ConfigError
 from dist_utils import resolve_group
 from dist_utils.comm_hooks import none_means_world
 from dist_utils.process_groups import group_of_model
-from dist_utils.torch_compat import GradBucket, private
+from dist_utils.torch_compat import private
 
 _FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 
 
 def inner_ddp(model: object) -> DistributedDataParallel:
-    """Return the module that averages a model's gradients.
+    """Return the module that averages a model's gradients: it, or ``replicate()``'s.
+
+    ``torch.distributed._composable.replicate`` makes it in the first ``forward()``; it is made now if that is
+    still to come, which communicates like making such a model. It has the module's parameters, in a list, and
+    not the module. No public name up to torch 2.15.
 
     Args:
         model: That module itself, or one that was given to ``replicate()``.
@@ -30,31 +33,17 @@ def inner_ddp(model: object) -> DistributedDataParallel:
     Raises:
         TypeError: Its gradients are not averaged by ``DistributedDataParallel``.
     """
-    found = ddp_of(model) if isinstance(model, torch.nn.Module) else None
-    if found is not None:
-        return found
-    kind = type(model).__name__
-    if isinstance(model, torch.nn.Module) and hasattr(model, "set_requires_gradient_sync"):
-        kind += ", which FSDP averages: wrap the module in DDP instead"
-    raise TypeError(f"ddp must be a DistributedDataParallel, or a module given to replicate(), got {kind}")
-
-
-def ddp_of(module: torch.nn.Module) -> DistributedDataParallel | None:
-    """Return the ``DistributedDataParallel`` that averages a module's gradients: it, or ``replicate()``'s.
-
-    ``torch.distributed._composable.replicate`` makes it in the first ``forward()``; it is made now if that is
-    still to come, which communicates like making such a model. It has the module's parameters, in a list, and
-    not the module. No public name up to torch 2.15.
-
-    Returns:
-        ``None`` if the module is neither such a model nor was given to ``replicate()``.
-    """
-    if isinstance(module, DistributedDataParallel):
-        return module
+    if isinstance(model, DistributedDataParallel):
+        return model
     composable: Any = sys.modules.get("torch.distributed._composable.replicate")
-    if composable is None or not isinstance(module, composable.DDP):
-        return None
-    state = composable.replicate.state(module)
+    if composable is None or not isinstance(model, composable.DDP):
+        kind = type(model).__name__
+        if hasattr(model, "set_requires_gradient_sync"):
+            kind += ", which FSDP averages: wrap the module in DDP instead"
+        raise TypeError(
+            f"ddp must be a DistributedDataParallel, or a module given to replicate(), got {kind}"
+        )
+    state = composable.replicate.state(model)
     if not state.has_initialized:
         state.lazy_init()
     ddp: DistributedDataParallel = private(state, "_ddp", "modules given to replicate()")
@@ -154,47 +143,3 @@ def sparse_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
         if part.weight in averaged and part.weight.requires_grad
     }
-
-
-def register_comm_hook(
-    ddp: DistributedDataParallel, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[Any]]
-) -> None:
-    """Register the communication hook of a model that has none in Python, or change nothing.
-
-    A model accepts none after ``_register_builtin_comm_hook``, which leaves no trace in Python:
-    ``ddp.register_comm_hook`` then raises RuntimeError, but keeps the hook in its list. No public name for
-    that up to torch 2.15.
-
-    Raises:
-        ConfigError: The model has a built-in hook.
-    """
-    hooks = comm_hooks(ddp)
-    before = list(hooks)
-    try:
-        ddp.register_comm_hook(state, hook)
-    except RuntimeError as error:
-        hooks[:] = before
-        raise another_hook() from error
-
-
-def another_hook(hook: object = None) -> ConfigError:
-    """Return the error for a model that has a communication hook already: this one, or a built-in one."""
-    name = "a built-in one" if hook is None else getattr(hook, "__qualname__", type(hook).__name__)
-    return ConfigError(
-        f"this model already has a communication hook, {name}: give it, or its counterpart, to "
-        "overlap_optimizer as comm_hook= instead, since DDP takes only one"
-    )
-
-
-def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
-    """Return a model's own list of its communication hooks and states. No public name up to torch 2.15.
-
-    A copy of a model has a copy of the list, but its reducer has no hook: a :class:`CopiedHook` is taken out.
-    """
-    hooks: list[tuple[Callable[..., Any], object]] = private(ddp, "_comm_hooks", "an overlap beside hooks")
-    hooks[:] = [one for one in hooks if not isinstance(getattr(one[0], "__self__", None), CopiedHook)]
-    return hooks
-
-
-class CopiedHook:
-    """What a copy of a model has instead of the object whose method is the model's communication hook."""

@@ -1,9 +1,8 @@
 """The function that users call, and the handle that it returns."""
 
-# No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
-# the real types, and refuses strings.
+from __future__ import annotations
+
 import contextlib
-import weakref
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -12,16 +11,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.clipping import ClipPolicy
-from ddp_optim_overlap.errors import ConfigError
+from ddp_optim_overlap.errors import ConfigError, StepReport
 from ddp_optim_overlap.loop.overlapped_optimizers import OverlappedOptimizers
 from ddp_optim_overlap.loop.step_calls import StepCalls
 from ddp_optim_overlap.model import (
-    another_hook,
     averaged_parameters,
-    comm_hooks,
     inner_ddp,
     inner_optimizer,
-    register_comm_hook,
     require_ddp_options,
     require_group,
     require_one_first_bucket,
@@ -35,9 +31,9 @@ from ddp_optim_overlap.optimizers.admission import (
 from ddp_optim_overlap.passes.averaging import plain_average
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.passes.release import GradientRelease
-from ddp_optim_overlap.report import StepReport
+from ddp_optim_overlap.slot import EngineSlot, another_hook, comm_hooks, register_comm_hook, slot_of
 from dist_utils.comm_hooks import BucketWatch, CommHook
-from dist_utils.torch_compat import GradBucket, inside_backward
+from dist_utils.torch_compat import inside_backward
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -117,41 +113,13 @@ class OverlapHandle:
         self._engine.refuse_inside_pass("remove()")
         self._engine.remove()
 
-    def __enter__(self) -> "Self":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.remove()
-
-
-class _HookSlot:
-    """The state of the hook that DDP keeps for good, so that the engine behind it can be replaced.
-
-    A copy of the model (``deepcopy``, ``torch.save``) has no hook in its reducer, and an empty slot: it
-    averages as plain DDP does, until :func:`overlap_optimizer` is called for it.
-    """
-
-    def __init__(self, engine: Engine, ddp: DistributedDataParallel) -> None:
-        self.engine: Engine | None = engine
-        self.watch = BucketWatch(ddp, "the overlapped step", self)
-
-    def __getstate__(self) -> dict[str, None]:
-        return {"engine": None}
-
-    def remove(self) -> None:
-        """End the overlap with the model, which a handle or an optimizer may outlive."""
-        if self.engine is not None:
-            self.engine.remove()
-
-
-def overlapped_step_hook(state: _HookSlot, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket and step its parameters; :func:`overlap_optimizer` registers this hook."""
-    if state.engine is None:
-        raise ConfigError("a copied hook has no engine: call overlap_optimizer() for this model")
-    state.watch.bucket_came()
-    return state.engine.hook(bucket)
 
 
 def overlap_optimizer(
@@ -269,14 +237,15 @@ def overlap_optimizer(
     try:
         overlapped.attach(engine)
         if slot is None:
-            slot = _HookSlot(engine, ddp)
-            register_comm_hook(ddp, slot, overlapped_step_hook)
-            weakref.finalize(ddp, slot.remove).atexit = False
+            slot = EngineSlot()
+            slot.put(engine)
+            register_comm_hook(ddp, slot, slot.hook)
     except BaseException:
         engine.remove()
         raise
-    slot.engine = engine
-    return OverlapHandle(engine, optimizers, overlapped.calls, slot.watch)
+    slot.put(engine)
+    slot.watch = watch = slot.watch or BucketWatch(ddp, "the overlapped step", slot)
+    return OverlapHandle(engine, optimizers, overlapped.calls, watch)
 
 
 def _require_arguments(
@@ -294,14 +263,13 @@ def _require_arguments(
         raise ValueError(f"unused must be 'skip' or 'step', got {unused!r}")
 
 
-def _own_slot(ddp: DistributedDataParallel) -> _HookSlot | None:
+def _own_slot(ddp: DistributedDataParallel) -> EngineSlot | None:
     """Return the slot that an earlier, removed overlap left in the model; raise if another hook is there."""
-    for hook, state in comm_hooks(ddp):
-        if not isinstance(state, _HookSlot):
+    for hook, _ in comm_hooks(ddp):
+        slot = slot_of(hook)
+        if type(slot) is not EngineSlot or slot.engine is None:  # else it is a drop-in's
             raise another_hook(hook)
-        if state.engine is None:
-            continue
-        if not state.engine.is_removed:
+        if not slot.engine.is_removed:
             raise ConfigError("this model already has an overlapped optimizer: remove() that one first")
-        return state
+        return slot
     return None

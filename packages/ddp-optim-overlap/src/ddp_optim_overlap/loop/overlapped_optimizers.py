@@ -15,8 +15,7 @@ from ddp_optim_overlap.optimizers.admission import (
     require_plain_options,
     require_step_per_parameter,
 )
-from ddp_optim_overlap.optimizers.partial_steps import PartialSteps
-from ddp_optim_overlap.optimizers.step_hooks import mark_stepped
+from ddp_optim_overlap.optimizers.partial_steps import PartialSteps, mark_stepped
 from ddp_optim_overlap.passes.backward_pass import Stepper
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch

@@ -14,7 +14,7 @@ import torch
 
 from ddp_optim_overlap.errors import ConfigError, OverlapError
 from ddp_optim_overlap.loop.step_inputs import Comparison, StepInputs
-from ddp_optim_overlap.optimizers.step_hooks import step_post_hooks, step_pre_hooks
+from ddp_optim_overlap.optimizers.partial_steps import step_post_hooks, step_pre_hooks
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.passes.gradient_watch import is_capturing
 

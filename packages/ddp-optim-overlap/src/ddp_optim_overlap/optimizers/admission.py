@@ -119,27 +119,21 @@ def require_separate_memory(optimizers: Sequence[torch.optim.Optimizer]) -> None
     """Raise if a step of one parameter would be, or count as, one of another, too.
 
     Raises:
-        ConfigError: Two parameters begin at the same address: buckets would change the order of their steps.
-            Or they were sliced from one tensor: autograd takes a step of one for a change of both.
+        ConfigError: Parameters begin at the same address: buckets would change the order of their steps. Or
+            they were sliced from one tensor: autograd takes a step of one for a change of all.
     """
-    owners: dict[tuple[torch.device, int], torch.Tensor] = {}
     of_memory: defaultdict[tuple[torch.device, int], list[torch.Tensor]] = defaultdict(list)
     for one in dict.fromkeys(itertools.chain.from_iterable(map(parameters_of, optimizers))):
-        if one.layout is not torch.strided or not one.numel() or one.is_meta:
-            continue
-        of_memory[one.device, one.untyped_storage().data_ptr()].append(one)
-        if owners.setdefault((one.device, one.data_ptr()), one) is not one:
-            raise ConfigError(
-                f"two parameters share memory, one of them of shape {tuple(one.shape)}: each has a gradient "
-                "of its own, and by buckets their steps would come in another order. Let both places have "
-                "one Parameter, or use the ordinary loop"
-            )
+        if one.layout is torch.strided and one.numel() and not one.is_meta:
+            of_memory[one.device, one.untyped_storage().data_ptr()].append(one)
     for together in of_memory.values():
-        if len(together) > 1 and _share_versions(together):
+        addresses = {one.data_ptr() for one in together}
+        if len(addresses) < len(together) or (len(together) > 1 and _share_versions(together)):
             raise ConfigError(
-                f"parameters were sliced from one tensor, the first of them of shape "
-                f"{tuple(together[0].shape)}: autograd takes a step of one for a change of all, which "
-                "backward() may still read. Make each of a clone() of its slice, or use the ordinary loop"
+                f"parameters share memory, the first of them of shape {tuple(together[0].shape)}: by "
+                "buckets their steps come in another order, and autograd takes a step of one for a change of "
+                "all, which backward() may still read. Let both places have one Parameter, make each of a "
+                "clone() of its slice, or use the ordinary loop"
             )
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-import random
-import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
 from ddp_optim_overlap.errors import UnsupportedOptimizerError
 from ddp_optim_overlap.optimizers.equality import same_value
-from ddp_optim_overlap.optimizers.partial_steps import PartialSteps, parameters_of, part_of, stand_in
-from ddp_optim_overlap.optimizers.step_hooks import NOT_OF_THE_STEP, step_without_hooks
+from ddp_optim_overlap.optimizers.partial_steps import (
+    NOT_OF_THE_STEP,
+    PartialSteps,
+    parameters_of,
+    part_of,
+    stand_in,
+    step_without_hooks,
+)
 from dist_utils.process_groups import error_text
 from dist_utils.torch_compat import MissingTorchFeatureError, private
 
@@ -59,7 +62,8 @@ def require_passed_trial(optimizer: torch.optim.Optimizer, sparse: Collection[to
     """Raise unless stepping parameters one by one gives the same bits as stepping them together.
 
     Args:
-        optimizer: Not changed, nor are its parameters, their gradients and its state.
+        optimizer: Not changed, nor are its parameters, their gradients and its state. A step that draws
+            random numbers is refused, and has drawn some.
         sparse: Parameters with sparse gradients.
 
     Raises:
@@ -74,7 +78,8 @@ def require_passed_trial(optimizer: torch.optim.Optimizer, sparse: Collection[to
     if not places:
         return
     try:
-        with _trial(optimizer):
+        # As inside backward(); the caller's default device is no matter.
+        with torch.no_grad(), torch.device("cpu"), _refuse_collectives(type(optimizer).__name__):
             _compare(optimizer, places, sparse)
     except _NOT_OF_THE_STEP:
         raise
@@ -266,37 +271,6 @@ def _gradients(optimizer: torch.optim.Optimizer, scale: float, seed: int) -> lis
         gradient *= _OTHER_SCALE if (place + seed) % 2 else 1.0
         # With the parameter's strides, because the order of a sum depends on them.
         found.append(torch.empty_like(one).copy_(gradient))
-    return found
-
-
-@contextlib.contextmanager
-def _trial(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Step as inside ``backward()``; refuse collectives, and restore what random numbers come from."""
-    generators, of_python = _generators(optimizer), random.getstate()
-    states = [one.get_state() for one in generators]
-    try:
-        with (
-            torch.no_grad(),
-            torch.device("cpu"),  # whatever the caller's default is
-            _refuse_collectives(type(optimizer).__name__),
-        ):
-            yield
-    finally:
-        random.setstate(of_python)
-        for one, state in zip(generators, states, strict=True):
-            one.set_state(state)
-
-
-def _generators(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return what gives a step random numbers, and has a state: also generators next to its class."""
-    found: list[Any] = [torch.default_generator]
-    if "numpy.random" in sys.modules:
-        found.append(sys.modules["numpy.random"])
-    for device_type in {one.device.type for one in parameters_of(optimizer)}:
-        found += getattr(getattr(torch, device_type, None), "default_generators", ())
-    for kind in type(optimizer).__mro__:
-        values = vars(sys.modules[kind.__module__]).values()
-        found += [one for one in values if isinstance(one, torch.Generator)]
     return found
 
 

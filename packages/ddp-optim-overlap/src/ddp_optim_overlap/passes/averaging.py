@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,10 +82,3 @@ def start_all_reduce(
         options.reduceOp = dist.ReduceOp(op)
     work: dist.Work = group.allreduce([tensor], options)
     return work
-
-
-def numbers_on(device: torch.device, numbers: Sequence[int]) -> torch.Tensor:
-    """Return integers in a tensor on a device, without a wait for the device."""
-    pin = device.type != "cpu"  # a copy to an accelerator from other memory would wait
-    host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=pin)
-    return host.to(device, non_blocking=pin)

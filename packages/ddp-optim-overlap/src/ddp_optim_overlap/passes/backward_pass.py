@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 
 import torch
 
-from ddp_optim_overlap.errors import ConfigError, OverlapError, StepError, UnsupportedOptimizerError
-from ddp_optim_overlap.passes.bucket import Bucket, lend_gradients
+from ddp_optim_overlap.errors import (
+    ConfigError,
+    OverlapError,
+    StepError,
+    StepReport,
+    UnsupportedOptimizerError,
+)
+from ddp_optim_overlap.passes.bucket import Bucket, completes_within, lend_gradients
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch
-from ddp_optim_overlap.passes.graph_tasks import GraphTasks
-from ddp_optim_overlap.passes.release import ReleasedPass
-from ddp_optim_overlap.report import StepReport
+from ddp_optim_overlap.passes.release import GradientRelease
 from dist_utils.process_groups import error_text
-from dist_utils.torch_compat import profiler_range
+from dist_utils.torch_compat import after_backward, graph_task_id, private, profiler_range
 
 _LEAST_CALL = 2**20
 """Stepping this many bytes of gradients takes longer than calling the optimizer."""
@@ -113,7 +118,7 @@ class BackwardPass:
         self.is_complete = False
         self.tasks = GraphTasks()
         self.buckets = 0
-        self.released: ReleasedPass | None = None
+        self.released: GradientRelease | None = None
         self._stepper = stepper
         self._waiting: deque[Bucket] = deque()
         """Buckets that were handed over and are not stepped yet, the oldest first."""
@@ -237,9 +242,7 @@ class BackwardPass:
         """Wait, for some seconds at most, until no average of a failed pass is written to a bucket."""
         deadline = time.monotonic() + _MOST_SECONDS
         for average in self._averages:
-            over = threading.Event()
-            average.add_done_callback(lambda _, over=over: over.set())  # type: ignore[misc]
-            over.wait(max(0.0, deadline - time.monotonic()))
+            completes_within(average, deadline - time.monotonic())
 
     def end(self) -> None:
         """Clean up after the pass, once, whether it succeeded or failed."""
@@ -267,3 +270,55 @@ def _modes_of_step(device: torch.device, name: str) -> Iterator[None]:
     without_autocast = torch.autocast(device.type, enabled=False) if autocast else contextlib.nullcontext()
     with torch.no_grad(), without_autocast, profiler_range(name):
         yield
+
+
+class GraphTasks:
+    """The tasks in which a pass hands over its buckets.
+
+    Every backward pass is one task, and a pass inside it, such as a checkpoint's, is one of its own. At its
+    end DDP waits for all buckets, and copies averages into ``.grad``. If a task fails, torch drops its
+    callbacks, and with them the mark that they hold.
+    """
+
+    def __init__(self) -> None:
+        self._marks: dict[int, weakref.ref[_TaskMark]] = {}
+
+    def follow(self, ended: Callable[[], None], left: Callable[[], object]) -> bool:
+        """Follow the task that this thread is running; return whether it is a new one.
+
+        Args:
+            ended: Called when it has ended, after DDP, and after what communication hooks do then: states
+                with error feedback look at ``.grad`` to see which parameters no rank has used.
+            left: Called instead if it has failed.
+        """
+        task = graph_task_id()
+        if task == -1 or task in self._marks:
+            return False
+        mark = _TaskMark()
+        self._marks[task] = weakref.ref(mark)
+        dropped = weakref.finalize(mark, left)
+        dropped.atexit = False
+
+        def end(mark: _TaskMark) -> None:
+            del mark
+            dropped.detach()
+            ended()
+
+        after_backward(partial(after_backward, partial(end, mark)))
+        return True
+
+    def run(self) -> bool:
+        """Return whether torch is still running one of them; between nested ones it may not be."""
+        return any(mark() is not None for mark in list(self._marks.values()))
+
+
+def is_inside_node() -> bool:
+    """Return whether a node of a backward pass runs on this thread, and not what follows all nodes.
+
+    No public name up to torch 2.15.
+    """
+    return private("torch._C", "_current_autograd_node", "the end of a backward pass")() is not None
+
+
+class _TaskMark:
+    """Is alive as long as the callbacks of a task."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,8 @@ import torch
 from ddp_optim_overlap.errors import CommunicationError, ConfigError
 from dist_utils.process_groups import error_text, record_use
 from dist_utils.torch_compat import GradBucket
+
+_POLL_SECONDS = 0.0002
 
 
 @dataclass(eq=False)
@@ -48,7 +50,7 @@ class Bucket:
             CommunicationError: The average has failed.
             ConfigError: It is not a tensor of the bucket's size, or has not come in time.
         """
-        if seconds is not None and not self._comes_within(seconds):
+        if seconds is not None and not completes_within(self.average, seconds):
             raise ConfigError(
                 "a bucket was not averaged in time: if the communication hook waits for later buckets, leave "
                 "release_gradients out"
@@ -59,13 +61,6 @@ class Bucket:
             text = f"bucket {self.index} was not averaged: {error_text(error)}"
             raise CommunicationError(text) from error
         self.gradients.write(average)
-
-    def _comes_within(self, seconds: float) -> bool:
-        if self.average.done():
-            return True
-        over = threading.Event()
-        self.average.add_done_callback(lambda _: over.set())
-        return over.wait(seconds)
 
     def averages(self) -> Sequence[torch.Tensor | None]:
         """Return what each parameter is stepped with."""
@@ -178,6 +173,19 @@ class KnownBuckets:
         if not gradients.buffer.is_sparse:  # that is another one in every pass
             self._known[bucket.index()] = known
         return known
+
+
+def completes_within(average: torch.futures.Future[Any], seconds: float) -> bool:
+    """Wait for an average for a while; return whether it is complete, with or without an error.
+
+    A callback that ended the wait would need the interpreter on one of Gloo's threads.
+    """
+    deadline = time.monotonic() + seconds
+    while not average.done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
 
 
 def average_of(buffer: torch.Tensor, done: torch.futures.Future[Any]) -> torch.Tensor:

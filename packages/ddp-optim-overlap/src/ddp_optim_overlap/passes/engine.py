@@ -11,15 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_optim_overlap.errors import ConfigError, OverlapError, StepError, kind_of_failure
+from ddp_optim_overlap.errors import ConfigError, OverlapError, StepError, StepReport, kind_of_failure
 from ddp_optim_overlap.model import may_leave_out, require_ddp_options, require_one_first_bucket
-from ddp_optim_overlap.passes.backward_pass import BackwardPass, PassState, Stepper
+from ddp_optim_overlap.passes.backward_pass import BackwardPass, PassState, Stepper, is_inside_node
 from ddp_optim_overlap.passes.bucket import Bucket, KnownBuckets, average_of
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch
-from ddp_optim_overlap.passes.graph_tasks import is_inside_node
 from ddp_optim_overlap.passes.peers import NAME, Peers
-from ddp_optim_overlap.passes.release import IN_FLIGHT, GradientRelease, ReleasedPass
-from ddp_optim_overlap.report import StepReport
+from ddp_optim_overlap.passes.release import IN_FLIGHT, GradientRelease
 from dist_utils import AgreementError, OrderedWorker, require_same_terms
 from dist_utils.comm_hooks import CommHook, completed_future, failed_future, is_pair
 from dist_utils.process_groups import error_text, runs_on_host, same_error
@@ -159,16 +157,17 @@ class Engine:
                 self._begin(bucket.buffer().device)
             elif self._worker is not None and self._current.state is not PassState.REFUSES:
                 self._current.require_next(bucket.index())
-            return self._average(self._current, bucket)
+            if self._current.state is not PassState.REFUSES:
+                return self._average(self._current, bucket)
         except Exception as error:
             if self.is_removed and not isinstance(error, OverlapError):
                 raise  # as without an overlap
-            self._fail(self._current, _as_overlap_error(error))
+            self._fail(self._current, error)
             self._current.state = PassState.REFUSES
             if self._ddp_sends_last():  # to peers that may wait for this bucket
                 _raise(self._current.pop_failure())
-            # Raised here, it would leave DDP in the middle of a pass, and the model unusable.
-            return self._pass_on(self._current, bucket)
+        # An error that is raised here would leave DDP in the middle of a pass, and the model unusable.
+        return self._pass_on(self._current, bucket)
 
     def _begin(self, device: torch.device) -> None:
         """Begin a backward pass; raises before any communication if it cannot be averaged and stepped."""
@@ -201,7 +200,7 @@ class Engine:
                 self._stepper.require_averaged(averaged)
             if self._release is not None:
                 self._release.require_possible(averaged)
-                current.released = ReleasedPass(self._release)
+                current.released = self._release
 
     def _compare_after_error(self) -> None:
         """Raise if ranks that have removed a failed overlap go on with different iterations."""
@@ -215,40 +214,33 @@ class Engine:
 
     def _average(self, current: BackwardPass, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Have a bucket averaged and, if the pass steps, stepped; return the future for DDP."""
-        if current.state is PassState.REFUSES:
-            return self._pass_on(current, bucket)
         if self.paused or self.is_removed:
             self.gradients.mark_as_new(bucket.parameters())
         if self._worker is None:
             return self._comm_hook(self._comm_state, bucket).then(partial(average_of, bucket.buffer()))
         self._follow_graph_task(current)
-        handed = self._start(current, bucket)
-        if bucket.is_last():
-            current.is_complete = True
-            self.gradients.forget_arrivals()
-            if self._ddp_drops_buffers():
-                self._known_buckets.forget()
-        device = handed.gradients.buffer.device
-        if runs_on_host(self._process_group, device):
-            return self._step_later(current, handed, last=bucket.is_last())
-        done = self._step_behind_average(current, handed)
-        if bucket.is_last():
-            self._meet(current, device)
-        return done
-
-    def _start(self, current: BackwardPass, bucket: GradBucket) -> Bucket:
-        """Start to average a bucket."""
-        gradients = self._known_buckets.gradients(bucket)
-        if bucket.is_last():
+        gradients, last = self._known_buckets.gradients(bucket), bucket.is_last()
+        if last:
             self._stepper.require_averaged(self._known_buckets.parameters)
-        used: list[bool] | None = None
+        used: list[bool] = []
         if self._shares_used or current.released is not None:
             used = [self.gradients.has_come(parameter) for parameter in gradients.parameters]
         average = self._start_average(bucket)
         current.count(average)
         if current.released is not None:
-            current.released.begin(gradients, used or (), last=bucket.is_last())
-        return Bucket(bucket.index(), gradients, average, used if self._shares_used else None)
+            current.released.begin(gradients, used, last=last)
+        handed = Bucket(bucket.index(), gradients, average, used if self._shares_used else None)
+        if last:
+            current.is_complete = True
+            self.gradients.forget_arrivals()
+            if self._ddp_drops_buffers():
+                self._known_buckets.forget()
+        if runs_on_host(self._process_group, gradients.buffer.device):
+            return self._step_later(current, handed, last=last)
+        done = self._step_behind_average(current, handed)
+        if last:
+            self._meet(current, gradients.buffer.device)
+        return done
 
     def _start_average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         """Call the communication hook.
@@ -270,26 +262,35 @@ class Engine:
         self, current: BackwardPass, handed: Bucket, *, last: bool
     ) -> torch.futures.Future[torch.Tensor]:
         """Let a bucket wait until the end of ``backward()``, or until too many wait if memory is freed."""
-        done = current.queue(handed)
+        done, buffer = current.queue(handed), handed.gradients.buffer
         if not last:
             if self._release is not None:
                 self._step_waiting(current, leave=IN_FLIGHT)
         elif is_inside_node():
-            at_end_of_backward(partial(self._step_rest, current, handed.gradients.buffer.device))
+            at_end_of_backward(partial(self._step_rest, current, buffer.device))
         else:  # DDP will not return to this thread: the first pass of a static graph, or join()
-            self._step_rest(current, handed.gradients.buffer.device)
+            self._step_rest(current, buffer.device)
         if current.failure is not None and not inside_backward():
-            return failed_future(same_error(current.failure), handed.gradients.buffer)
+            return failed_future(same_error(current.failure), buffer)
         return done
+
+    def _step_waiting(
+        self, current: BackwardPass, *, leave: int = 0, then: Callable[[], object] | None = None
+    ) -> None:
+        """Step buckets that wait. An error is kept; later buckets are averaged, as on the other ranks."""
+        try:
+            if current.failure is None:  # else the end of the private group tells the peers
+                current.step_waiting(self._share_used, leave=leave)
+                if then is not None:
+                    then()
+        except Exception as error:  # noqa: BLE001 - raised here, it would leave DDP in the middle of a pass
+            self._fail(current, error)
+        if current.failure is not None:
+            current.leave_waiting()
 
     def _step_rest(self, current: BackwardPass, device: torch.device) -> None:
         """Step all buckets that wait, and let the ranks meet."""
-        self._step_waiting(current)
-        try:
-            if current.failure is None:  # else the end of the private group tells the peers
-                self._meet(current, device)
-        except OverlapError as error:
-            self._fail(current, error)
+        self._step_waiting(current, then=partial(self._meet, current, device))
         if current.failure is not None and self._ddp_sends_last() and inside_backward():
             current.end()
             _raise(current.pop_failure())  # DDP would wait for ranks that may not come
@@ -297,16 +298,6 @@ class Engine:
     def _meet(self, current: BackwardPass, device: torch.device) -> None:
         failed = current.failure is not None
         self._peers.meet(self.passes, device, paused=self.paused, failed=failed)
-
-    def _step_waiting(self, current: BackwardPass, *, leave: int = 0) -> None:
-        """Step buckets that wait. An error is kept; later buckets are averaged, as on the other ranks."""
-        try:
-            if current.failure is None:
-                current.step_waiting(self._share_used, leave=leave)
-        except OverlapError as error:
-            self._fail(current, error)
-        if current.failure is not None:
-            current.leave_waiting()
 
     def _share_used(self, buckets: Sequence[Bucket]) -> None:
         if self._shares_used:
@@ -330,7 +321,7 @@ class Engine:
                 if share is not None:
                     handed.used = share()
                 return current.step_now([handed])[0]
-            except OverlapError as error:
+            except Exception as error:  # noqa: BLE001 - likewise
                 self._fail(current, error)
                 return buffer
 
@@ -391,8 +382,17 @@ class Engine:
             self.report = current.report()
             self._stepper.finish(self.gradients)
 
-    def _fail(self, current: BackwardPass, error: OverlapError) -> None:
-        """Let nothing more of a pass be stepped; ``backward()`` raises the error when DDP has ended it."""
+    def _fail(self, current: BackwardPass, cause: Exception) -> None:
+        """Let nothing more of a pass be stepped; ``backward()`` raises the error when DDP has ended it.
+
+        The one place for what fails while a pass runs, whatever it is.
+        """
+        error: OverlapError
+        if isinstance(cause, OverlapError):
+            error = cause
+        else:
+            error = StepError(f"the overlapped step failed: {error_text(cause)}")
+            error.__cause__ = cause
         if current.number:
             self.report = current.report()
             error = error.with_report(self.report)
@@ -477,15 +477,6 @@ class Engine:
             **self._progress(),
             **self._stepper.terms(),
         }
-
-
-def _as_overlap_error(error: Exception) -> OverlapError:
-    """Return an error, or one of this package that has it as its cause."""
-    if isinstance(error, OverlapError):
-        return error
-    wrapped = StepError(f"the step failed before it had begun: {error_text(error)}")
-    wrapped.__cause__ = error
-    return wrapped
 
 
 def _raise(failure: OverlapError | None) -> None:

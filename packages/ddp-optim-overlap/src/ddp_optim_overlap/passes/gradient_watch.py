@@ -127,7 +127,8 @@ class GradientWatch:
                     raise DoubleBackwardError(
                         "backward() adds to gradients that a step has already used: call zero_grad() of the "
                         "model after each step (an optimizer's does not reach parameters that have left it), "
-                        "and accumulate with forward pass and backward() inside no_sync()"
+                        "accumulate with forward pass and backward() inside no_sync(), and run a pass that "
+                        "is to step nothing, as for the gradients of inputs, under handle.pause()"
                     )
             if before is not None:
                 before(parameter)

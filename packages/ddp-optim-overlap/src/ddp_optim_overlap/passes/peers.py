@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_optim_overlap.errors import CommunicationError, ConfigError, OverlapError
-from ddp_optim_overlap.passes.averaging import numbers_on, start_all_reduce
+from ddp_optim_overlap.passes.averaging import start_all_reduce
 from ddp_optim_overlap.passes.gradient_watch import is_capturing
 from dist_utils import OrderedWorker
 from dist_utils.process_groups import error_text, record_use, runs_on_host
@@ -69,11 +70,12 @@ class Peers:
         if group.size() == 1:
             return lambda: used
         on_host = runs_on_host(group, device)
-        anywhere = self._kept = numbers_on(torch.device("cpu") if on_host else device, used)
-        work = start_all_reduce(anywhere, self._private_group() if on_host else group, dist.ReduceOp.MAX)
+        anywhere = self._kept = _numbers_on(torch.device("cpu") if on_host else device, used)
+        work = _start_maximum(anywhere, self._private_group() if on_host else group)
 
         def finish() -> list[bool]:
-            _wait_for(work)
+            with _errors_of_peers():
+                work.wait()
             record_use(anywhere)
             # Reading it waits for the device, so only where the answer is open.
             return used if all(used) else [bool(value) for value in anywhere.tolist()]
@@ -125,8 +127,8 @@ class Peers:
         self._worker.fail(error)
 
     def _meet_on_host(self, claim: list[int]) -> Callable[[float | None], list[int]]:
-        values = self._kept = numbers_on(torch.device("cpu"), claim)
-        work = start_all_reduce(values, self._private_group(), dist.ReduceOp.MAX)
+        values = self._kept = _numbers_on(torch.device("cpu"), claim)
+        work = _start_maximum(values, self._private_group())
 
         def finish(timeout: float | None) -> list[int]:
             deadline = None if timeout is None else time.monotonic() + timeout
@@ -134,7 +136,8 @@ class Peers:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"a peer has not finished its step within {timeout:g} s")
                 time.sleep(_POLL_SECONDS)
-            _wait_for(work)
+            with _errors_of_peers():
+                work.wait()
             return values.tolist()
 
         return finish
@@ -146,9 +149,8 @@ class Peers:
             self._streams[device] = accelerator.Stream(device)
         stream = self._streams[device]
         with accelerator.stream(stream):
-            values = numbers_on(device, claim)
-            # Only the stream waits.
-            start_all_reduce(values, self._worker.process_group, dist.ReduceOp.MAX).wait()
+            values = _numbers_on(device, claim)
+            _start_maximum(values, self._worker.process_group).wait()  # only the stream waits
             largest = values.to("cpu", non_blocking=True)
             copied = stream.record_event()
 
@@ -175,9 +177,28 @@ class Peers:
         return group
 
 
-def _wait_for(work: dist.Work) -> None:
-    """Wait for a collective among the peers; on an accelerator only its stream waits."""
+def _start_maximum(numbers: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to replace numbers by their maxima over the ranks.
+
+    Raises:
+        CommunicationError: The group has failed.
+    """
+    with _errors_of_peers():
+        return start_all_reduce(numbers, group, dist.ReduceOp.MAX)
+
+
+@contextlib.contextmanager
+def _errors_of_peers() -> Iterator[None]:
+    """Raise what torch raises, if a peer has ended the group or is gone, as a CommunicationError."""
     try:
-        work.wait()
+        yield
     except Exception as error:
-        raise CommunicationError(f"another rank failed in this step: {error_text(error)}") from error
+        text = f"another rank failed in this step, or has called remove() alone: {error_text(error)}"
+        raise CommunicationError(text) from error
+
+
+def _numbers_on(device: torch.device, numbers: Sequence[int]) -> torch.Tensor:
+    """Return integers in a tensor on a device, without a wait for the device."""
+    pin = device.type != "cpu"  # a copy to an accelerator from other memory would wait
+    host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=pin)
+    return host.to(device, non_blocking=pin)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import ctypes
 import functools
 import mmap
@@ -33,39 +32,16 @@ _PART_BYTES = 2**25
 """Part of a bucket to step at once. DDP's buckets have 25 MiB, but its first pass has one large bucket."""
 
 
-class BucketMemory(abc.ABC):
-    """A way to free the memory of buckets.
+class PageMemory:
+    """Returns whole pages to the system, which supplies zeros when they are used next.
+
+    The tensor keeps its addresses, so nothing has to be restored.
 
     Attributes:
         stays_readable: Whether DDP may read and write a bucket whose memory was freed.
     """
 
     stays_readable = True
-
-    def give_back_part(self, views: Sequence[torch.Tensor]) -> None:  # noqa: B027 - optional
-        """Free the memory that only these neighboring gradients of a bucket occupy."""
-
-    @abc.abstractmethod
-    def give_back(self, gradients: BucketGradients) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Free a whole bucket, once nobody reads its gradients any more.
-
-        Args:
-            gradients: The gradients of a dense bucket.
-
-        Returns:
-            The tensor that DDP may take for the average, and the gradients in it. If these are the ``.grad``
-            of the parameters, DDP copies nothing at the end of the backward pass.
-        """
-
-    def restore(self, parameter: torch.Tensor | None = None) -> None:  # noqa: B027 - optional
-        """Allocate a parameter's bucket again (``None``: all buckets); its contents are undefined."""
-
-
-class PageMemory(BucketMemory):
-    """Returns whole pages to the system, which supplies zeros when they are used next.
-
-    The tensor keeps its addresses, so nothing has to be restored.
-    """
 
     @staticmethod
     def works() -> bool:
@@ -94,9 +70,17 @@ class PageMemory(BucketMemory):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def give_back(self, gradients: BucketGradients) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Free the pages that lie wholly inside the bucket."""
+        """Free a dense bucket, once nobody reads its gradients any more.
+
+        Returns:
+            The tensor that DDP may take for the average, and the gradients in it. If these are the ``.grad``
+            of the parameters, DDP copies nothing at the end of the backward pass.
+        """
         self.give_back_part([gradients.buffer])
         return gradients.buffer, gradients.views
+
+    def restore(self, parameter: torch.Tensor | None = None) -> None:
+        """Do nothing."""
 
 
 @functools.cache
@@ -104,7 +88,7 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)  # each call makes a new class
 
 
-class StorageMemory(BucketMemory):
+class StorageMemory:
     """Frees a bucket's storage and allocates it again.
 
     DDP must not touch a bucket in between. Meanwhile DDP takes a scratch tensor for the average, which it
@@ -118,8 +102,11 @@ class StorageMemory(BucketMemory):
         self._given: dict[torch.Tensor, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._scratch: dict[torch.device, torch.UntypedStorage] = {}
 
+    def give_back_part(self, views: Sequence[torch.Tensor]) -> None:
+        """Do nothing: a storage is freed as a whole."""
+
     def give_back(self, gradients: BucketGradients) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Free the bucket once the current stream has reached this point."""
+        """Free a dense bucket once the current stream has reached this point; returns the same."""
         buffer, size = gradients.buffer, gradients.buffer.untyped_storage().nbytes()
         scratch = self._scratch.get(buffer.device)
         if scratch is None or scratch.nbytes() < size:
@@ -133,7 +120,7 @@ class StorageMemory(BucketMemory):
         return instead, views
 
     def restore(self, parameter: torch.Tensor | None = None) -> None:
-        """Allocate the storage again."""
+        """Allocate a parameter's bucket again (``None``: all buckets); its contents are undefined."""
         if parameter is None:
             self._scratch.clear()
         for one in [parameter] if parameter is not None else list(self._given):
@@ -150,7 +137,10 @@ def _same_place(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Te
 
 
 class GradientRelease:
-    """Frees the gradients of all buckets, pass by pass.
+    """Takes away the gradients of a bucket after its step, and frees the bucket's memory, pass by pass.
+
+    Until ``backward()`` ends, ``.grad`` is the bucket's own memory, freed or not: DDP finds the averages
+    where it would copy them to, so it copies nothing.
 
     Args:
         ddp: The model, which is not kept alive. The timeout of its group limits every wait.
@@ -158,7 +148,8 @@ class GradientRelease:
 
     Attributes:
         memory: How memory is freed.
-        process_group: The group of the model.
+        seconds_to_wait: How long ``backward()`` waits for an average before it goes on: the communication
+            hook may wait for later buckets.
 
     Raises:
         ConfigError: Gradients would be lost, or DDP would touch freed memory.
@@ -166,10 +157,17 @@ class GradientRelease:
 
     def __init__(self, ddp: DistributedDataParallel, parts: Sequence[PartialSteps]) -> None:
         on_host = all(parameter.device.type == "cpu" for parameter in ddp.parameters())
-        self.memory: BucketMemory = PageMemory() if on_host and PageMemory.works() else StorageMemory()
-        self.process_group = ddp.process_group
+        pages = on_host and PageMemory.works()
+        self.memory: PageMemory | StorageMemory = PageMemory() if pages else StorageMemory()
+        timeout = group_timeout(ddp.process_group, torch.device("cpu"))
+        self.seconds_to_wait = timeout.total_seconds() + _MORE_SECONDS
         self._model = weakref.ref(ddp)
         self._parts = parts
+        self._events: deque[Any] = deque()
+        self._parameters: list[torch.Tensor] = []
+        """Parameters whose gradients are removed at the end of the pass."""
+        self._only_bucket = False
+        """Whether there is only one bucket, for example before DDP has rebuilt them."""
         self.require_possible(averaged_parameters(ddp))
 
     def require_possible(self, averaged: Collection[torch.Tensor]) -> None:
@@ -196,31 +194,6 @@ class GradientRelease:
                     f"parameter of shape {tuple(parameter.shape)}: give its optimizer to overlap_optimizer "
                     "too, freeze it, or leave release_gradients out"
                 )
-
-
-class ReleasedPass:
-    """Takes away the gradients of a bucket after its step, and frees the bucket's memory.
-
-    Until ``backward()`` ends, ``.grad`` is the bucket's own memory, freed or not: DDP finds the averages
-    where it would copy them to, so it copies nothing.
-
-    Args:
-        release: How to free memory.
-
-    Attributes:
-        seconds_to_wait: How long ``backward()`` waits for an average before it goes on: the communication
-            hook may wait for later buckets.
-    """
-
-    def __init__(self, release: GradientRelease) -> None:
-        self._release = release
-        timeout = group_timeout(release.process_group, torch.device("cpu"))
-        self.seconds_to_wait = timeout.total_seconds() + _MORE_SECONDS
-        self._events: deque[Any] = deque()
-        self._parameters: list[torch.Tensor] = []
-        """Parameters whose gradients are removed at the end of the pass."""
-        self._only_bucket = False
-        """Whether there is only one bucket, for example before DDP has rebuilt them."""
 
     def begin(self, gradients: BucketGradients, used: Sequence[bool], *, last: bool) -> None:
         """Drop the gradients that DDP has copied into a bucket; other gradients may still be needed.
@@ -254,7 +227,7 @@ class ReleasedPass:
             if size >= _PART_BYTES or place == len(views) - 1:
                 yield parameters[begin : place + 1]
                 if not gradients.buffer.is_sparse and place < len(views) - 1:
-                    self._release.memory.give_back_part(views[begin : place + 1])
+                    self.memory.give_back_part(views[begin : place + 1])
                 begin, size = place + 1, 0
 
     def give_back(self, gradients: BucketGradients, averaged: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -269,11 +242,10 @@ class ReleasedPass:
         """
         if gradients.buffer.is_sparse:
             return gradients.buffer
-        memory = self._release.memory
-        if self._only_bucket and not memory.stays_readable:  # what DDP takes instead would be as large
+        if self._only_bucket and not self.memory.stays_readable:  # what DDP takes instead would be as large
             value, views = gradients.buffer, gradients.views
         else:
-            value, views = memory.give_back(gradients)
+            value, views = self.memory.give_back(gradients)
         for parameter, view, used, instead in zip(
             gradients.parameters, gradients.views, averaged, views, strict=True
         ):
@@ -286,5 +258,5 @@ class ReleasedPass:
 
     def end(self) -> None:
         """End the pass, with or without an error: remove all its buckets' gradients."""
-        for parameter in self._parameters:
-            parameter.grad = None
+        while self._parameters:
+            self._parameters.pop().grad = None
