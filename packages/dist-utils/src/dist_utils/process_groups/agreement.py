@@ -347,5 +347,6 @@ def store_connection() -> Iterator[Any]:
         return
     spare = _spare.setdefault(store, [])
     connection = spare.pop() if spare else store.clone()
+    del store  # a request that waits for TCP would keep the default group's own connection, too
     yield connection
     spare.append(connection)  # not after an error: an answer may still be on its way
