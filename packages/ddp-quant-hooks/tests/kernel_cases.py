@@ -4,7 +4,7 @@ import torch
 from kernel_backends import computed_by
 
 from ddp_quant_hooks import kernels
-from ddp_quant_hooks.exchange.spans import shard_lengths
+from ddp_quant_hooks.exchange.planner import shard_lengths
 from ddp_quant_hooks.kernels import Layout
 from dist_utils.testing import same_bits
 

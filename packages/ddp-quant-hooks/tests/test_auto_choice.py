@@ -10,8 +10,7 @@ from torch.distributed.algorithms.join import Join
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_quant_hooks import AutoState, QuantizedAllreduceState, quantized_allreduce_hook
-from ddp_quant_hooks.auto.choice import fastest
-from ddp_quant_hooks.auto.trial import largest_of_ranks
+from ddp_quant_hooks.auto.trial import fastest, largest_of_ranks
 from dist_utils.testing import run_ranks
 
 

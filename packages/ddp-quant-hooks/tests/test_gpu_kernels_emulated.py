@@ -9,7 +9,7 @@ from kernel_backends import computed_by
 from kernel_cases import Memory, affine_everything, differences, everything, inputs, inputs_of, random_values
 
 from ddp_quant_hooks import kernels
-from ddp_quant_hooks.exchange.spans import shard_lengths
+from ddp_quant_hooks.exchange.planner import shard_lengths
 from ddp_quant_hooks.kernels import VALUE_DTYPES, AffineLayout, Layout, torch_ops
 
 pytestmark = needs_compiler

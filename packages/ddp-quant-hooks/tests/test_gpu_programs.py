@@ -12,7 +12,7 @@ import torch
 from kernel_backends import computed_by
 
 from ddp_quant_hooks import kernels
-from ddp_quant_hooks.exchange.spans import shard_lengths
+from ddp_quant_hooks.exchange.planner import shard_lengths
 from ddp_quant_hooks.kernels import Layout, torch_ops
 from ddp_quant_hooks.kernels.cuda import CudaKernels
 from ddp_quant_hooks.kernels.dispatch import backend_for

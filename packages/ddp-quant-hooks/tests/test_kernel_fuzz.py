@@ -7,7 +7,7 @@ from kernel_backends import SETS, computed_by, needs_library
 from kernel_cases import Memory, affine_everything, differences, everything
 
 from ddp_quant_hooks import kernels
-from ddp_quant_hooks.exchange.spans import shard_lengths
+from ddp_quant_hooks.exchange.planner import shard_lengths
 from ddp_quant_hooks.kernels import AffineLayout, Layout, torch_ops
 from ddp_quant_hooks.kernels.cpu import CpuKernels
 from dist_utils.testing import same_bits

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_quant_hooks.exchange.spans import cut, shard_lengths
+from ddp_quant_hooks.exchange.planner import cut, shard_lengths
 from ddp_quant_hooks.kernels import Layout
 
 few = settings(deadline=None, max_examples=200)

@@ -6,8 +6,7 @@ import pytest
 from measured_hooks import MIB, exchange, hooks_on, link
 
 from ddp_quant_hooks.measure import Model, StepTimes, advise, estimate_steps
-from ddp_quant_hooks.measure.advice import warn_of_links
-from ddp_quant_hooks.measure.estimate import bucket_sizes, play_step
+from ddp_quant_hooks.measure.advice import bucket_sizes, play_step, warn_of_links
 from ddp_quant_hooks.measure.links import describe_cluster
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from quant_buckets import through_file
 
-from ddp_quant_hooks.exchange.spans import Span
+from ddp_quant_hooks.exchange.plan import Span
 from ddp_quant_hooks.feedback import checkpoint
 from ddp_quant_hooks.feedback.residuals import Key, Slot
 from ddp_quant_hooks.feedback.store import Feedback

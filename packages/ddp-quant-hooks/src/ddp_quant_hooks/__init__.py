@@ -1,7 +1,7 @@
 """Averages of gradients in 8 or 4 bits: hooks of DistributedDataParallel, and collectives."""
 
-from ddp_quant_hooks.auto.choice import Choice
 from ddp_quant_hooks.auto.state import AutoState, CandidateError, auto_hook
+from ddp_quant_hooks.auto.trial import Choice
 from ddp_quant_hooks.hook import quantized_allreduce_hook
 from ddp_quant_hooks.lowrank.hook import low_rank_hook
 from ddp_quant_hooks.lowrank.state import LowRankState

@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from ddp_quant_hooks.exchange.exchange import NotFinite
 from ddp_quant_hooks.exchange.placement import Placement, choose_placement
-from ddp_quant_hooks.exchange.plan import Formats, Plan
+from ddp_quant_hooks.exchange.plan import Formats, Plan, Span
 from ddp_quant_hooks.exchange.planner import plan_average
 from ddp_quant_hooks.exchange.scratch import Scratch
-from ddp_quant_hooks.exchange.spans import Span
 from ddp_quant_hooks.exchange.values import Values
 from ddp_quant_hooks.feedback.residuals import Owner, owner_length
 from ddp_quant_hooks.feedback.step import Step

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from ddp_quant_hooks.averaging import Average, Parts, split_owners
 from ddp_quant_hooks.exchange import exchange
 from ddp_quant_hooks.exchange.exchange import NotFinite, Task
-from ddp_quant_hooks.exchange.plan import Plan
+from ddp_quant_hooks.exchange.plan import Plan, Span
 from ddp_quant_hooks.exchange.planner import plan_average, plan_reduce_scatter
-from ddp_quant_hooks.exchange.spans import Span
 from ddp_quant_hooks.exchange.values import Values, put_back
 from ddp_quant_hooks.feedback.residuals import Owner, Slot, owner_length
 from ddp_quant_hooks.feedback.step import Step, value_count

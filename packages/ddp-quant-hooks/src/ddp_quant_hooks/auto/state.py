@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_quant_hooks.auto.candidates import Candidate, check_candidates, default_candidates
-from ddp_quant_hooks.auto.choice import Choice
-from ddp_quant_hooks.auto.trial import Trial, TrialPass, largest_of_ranks
+from ddp_quant_hooks.auto.trial import Choice, Trial, TrialPass, largest_of_ranks
 from ddp_quant_hooks.averaging import is_captured
 from ddp_quant_hooks.feedback.step import Kind, Step
 from ddp_quant_hooks.hook import check_buffer

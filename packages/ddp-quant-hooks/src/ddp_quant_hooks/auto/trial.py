@@ -10,13 +10,13 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.auto.choice import Choice, Round, fastest, reasons, typical_seconds
 from ddp_quant_hooks.averaging import relative_error
 from ddp_quant_hooks.exchange.values import flat_real
 from dist_utils import OrderedWorker
@@ -38,6 +38,29 @@ down one candidate's whole turn, but hardly two of three."""
 _FOLLOWING = 2
 """Passes with the fastest candidate before the choice. When they are over, no rank is in an exchange with
 another candidate, and those can be closed."""
+
+_GAIN = 1.02
+"""A candidate that sends fewer bytes must be faster by this factor: less is within the noise."""
+
+Round: TypeAlias = Mapping[str, float]
+"""The seconds of a step with each candidate in one round of turns."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The choice that the ranks have agreed on.
+
+    Attributes:
+        candidate: The candidate that averages all buckets.
+        seconds: Seconds of a whole step with each candidate that was timed.
+        errors: The largest relative error that was measured for each candidate.
+        why: The text that was logged about the choice.
+    """
+
+    candidate: str
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    errors: Mapping[str, float] = field(default_factory=dict)
+    why: str = ""
 
 
 class TrialPass:
@@ -221,3 +244,53 @@ class Trial:
 def _step(marks: Sequence[Mark]) -> float:
     """Return the seconds of a typical step, of the points in time between steps."""
     return statistics.median(end.seconds_since(begin) for begin, end in itertools.pairwise(marks))
+
+
+# ---- conclusions: functions of numbers that are identical on all ranks ----
+
+
+def typical_seconds(rounds: Sequence[Round]) -> dict[str, float]:
+    """Return the seconds of a typical step with each candidate, as if all rounds had been the median one.
+
+    A candidate is compared with the fastest one in each round, so a slow period of the whole machine or
+    network does not count, even if some candidates had no turn in it.
+    """
+    least = [min(one.values()) for one in rounds]
+    usual = statistics.median(least) if least else 0.0
+    ratios: dict[str, list[float]] = {}
+    for one, fastest_one in zip(rounds, least, strict=True):
+        for name, seconds in one.items():
+            ratios.setdefault(name, []).append(seconds / fastest_one)
+    return {name: usual * statistics.median(found) for name, found in ratios.items()}
+
+
+def fastest(names: Sequence[str], rounds: Sequence[Round]) -> str:
+    """Return the first candidate that no other beats by more than the noise.
+
+    Args:
+        names: The candidates, the most exact one first.
+        rounds: All rounds.
+    """
+    seconds = typical_seconds(rounds)
+    timed = [name for name in names if name in seconds]
+    least = min((seconds[name] for name in timed), default=0.0)
+    return next((name for name in timed if seconds[name] <= _GAIN * least), names[0])
+
+
+def reasons(
+    name: str,
+    seconds: Mapping[str, float],
+    errors: Mapping[str, float],
+    left_out: Mapping[str, str],
+    passes: int,
+) -> str:
+    """Return a choice and its reasons as a line for the log."""
+    parts = [f"{name} for all buckets, after {passes} backward passes"]
+    if seconds:
+        in_order = sorted(seconds, key=lambda one: seconds[one])
+        steps = ", ".join(f"{1e3 * seconds[one]:.1f} ms with {one}" for one in in_order)
+        parts.append(f"a whole step took {steps}")
+    if errors:
+        parts.append("relative errors " + ", ".join(f"{error:.2g} of {one}" for one, error in errors.items()))
+    parts += [f"{one} was left out: {reason}" for one, reason in left_out.items()]
+    return "; ".join(parts)

@@ -16,8 +16,26 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from ddp_quant_hooks.exchange.spans import Span
 from ddp_quant_hooks.kernels import Layout
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements ``start`` to ``stop`` of something flat.
+
+    Attributes:
+        start: The first element.
+        stop: The one after the last.
+        weight: Of residuals: the share of such a value in the mean of all ranks. Residuals of different
+            weights do not mix.
+    """
+
+    start: int
+    stop: int
+    weight: float = 0.0
+
+    def __len__(self) -> int:
+        return self.stop - self.start
 
 
 class Way(enum.Enum):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from ddp_quant_hooks.exchange.levels import choose_levels, chunk_values
 from ddp_quant_hooks.exchange.placement import Placement
@@ -16,10 +17,10 @@ from ddp_quant_hooks.exchange.plan import (
     Packing,
     Plan,
     Slot,
+    Span,
     Stage,
     Way,
 )
-from ddp_quant_hooks.exchange.spans import Span, cut, shard_lengths
 
 _MOST_SHARDS = 4
 """The most shards for each rank of the largest host: with hosts of unequal size, a shard goes to one rank of
@@ -80,6 +81,29 @@ def plan_reduce_scatter(
     in_all = chunk_values(world_size - 1, on_streams=on_streams)
     most = max(in_all // world_size, planner.block_size)
     return planner.plan(planner.reduce_scatter(span, count) for span in cut(count, most, planner.block_size))
+
+
+def cut(length: int, most: int, block_size: int) -> list[Span]:
+    """Cut ``length`` elements into chunks of at most about ``most``, at block boundaries.
+
+    The first and the last are half as long as the others: the wire idles while the first is encoded and
+    while the last is decoded.
+    """
+    count = -(-length // most)
+    if count <= 1:
+        return [Span(0, length)]
+    blocks = -(-length // block_size)
+    cuts = [(2 * index + 1) * blocks // (2 * count) for index in range(count)]
+    bounds = [0, *cuts, blocks]
+    spans = [Span(low * block_size, min(high * block_size, length)) for low, high in pairwise(bounds)]
+    return [span for span in spans if len(span)]
+
+
+def shard_lengths(length: int, count: int, block_size: int) -> tuple[int, ...]:
+    """Cut a chunk into shards at block boundaries, and return their lengths; some are 0 if blocks are few."""
+    blocks = -(-length // block_size)
+    bounds = [blocks * index // count * block_size for index in range(count)]
+    return tuple(high - low for low, high in pairwise([*bounds, length]))  # the last block may be shorter
 
 
 def _shard_count(sizes: Sequence[int]) -> int:

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from ddp_quant_hooks.exchange.spans import Span
+from ddp_quant_hooks.exchange.plan import Span
 
 
 def flat_real(tensor: torch.Tensor) -> torch.Tensor:

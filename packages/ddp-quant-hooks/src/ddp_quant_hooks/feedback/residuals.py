@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ddp_quant_hooks.exchange.spans import Span
+from ddp_quant_hooks.exchange.plan import Span
 from ddp_quant_hooks.feedback.step import value_count
 
 RESIDUAL_DTYPE = torch.bfloat16
@@ -107,7 +107,7 @@ class Piece(NamedTuple):
 
     Attributes:
         start: The number of its first value in the owner.
-        weight: See :class:`ddp_quant_hooks.exchange.spans.Span`.
+        weight: See :class:`ddp_quant_hooks.exchange.plan.Span`.
         values: The residuals, flat.
     """
 

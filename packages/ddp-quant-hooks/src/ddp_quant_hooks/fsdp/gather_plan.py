@@ -10,7 +10,7 @@ from itertools import accumulate, chain
 import torch
 
 from ddp_quant_hooks import kernels
-from ddp_quant_hooks.exchange.spans import Span
+from ddp_quant_hooks.exchange.plan import Span
 from ddp_quant_hooks.kernels import Layout
 from ddp_quant_hooks.kernels.layout import ALIGNMENT
 

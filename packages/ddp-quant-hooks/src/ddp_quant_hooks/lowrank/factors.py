@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from ddp_quant_hooks.exchange.spans import Span
+from ddp_quant_hooks.exchange.plan import Span
 from ddp_quant_hooks.exchange.values import Values, put_back
 from ddp_quant_hooks.kernels import dispatch
 from ddp_quant_hooks.kernels.low_rank import Matrix

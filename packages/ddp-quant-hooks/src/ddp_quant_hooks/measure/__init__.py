@@ -1,7 +1,6 @@
 """Measure links and hooks between the ranks of a job: ``torchrun ... -m ddp_quant_hooks.measure``."""
 
-from ddp_quant_hooks.measure.advice import Advice, advise
-from ddp_quant_hooks.measure.estimate import Estimate, Model, StepTimes, estimate_steps
+from ddp_quant_hooks.measure.advice import Advice, Estimate, Model, StepTimes, advise, estimate_steps
 from ddp_quant_hooks.measure.links import Link
 from ddp_quant_hooks.measure.report import Report, measure
 from ddp_quant_hooks.measure.trials import Exchange

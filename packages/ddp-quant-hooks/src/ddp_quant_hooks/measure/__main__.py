@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ddp_quant_hooks
-from ddp_quant_hooks.measure.estimate import Model
+from ddp_quant_hooks.measure.advice import Model
 from ddp_quant_hooks.measure.report import measure
 from dist_utils import require_same_terms
 

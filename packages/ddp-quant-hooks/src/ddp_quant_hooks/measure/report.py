@@ -15,8 +15,15 @@ import torch
 import torch.distributed as dist
 
 from ddp_quant_hooks import kernels
-from ddp_quant_hooks.measure.advice import Advice, advise, milliseconds, warn_of_links
-from ddp_quant_hooks.measure.estimate import Estimate, Model, estimate_steps
+from ddp_quant_hooks.measure.advice import (
+    Advice,
+    Estimate,
+    Model,
+    advise,
+    estimate_steps,
+    milliseconds,
+    warn_of_links,
+)
 from ddp_quant_hooks.measure.links import Link, Ranks, describe_cluster, measure_links
 from ddp_quant_hooks.measure.trials import Hooks, Progress, measure_hooks
 from dist_utils import GroupLike, OrderedWorker, resolve_group
