@@ -1,6 +1,8 @@
 """Collectives of plain tensors: the values of the hook, for any list of tensors, or an error first."""
 
 import itertools
+import sys
+import threading
 
 import pytest
 import torch
@@ -233,6 +235,30 @@ def _another_op(rank):
 
 def test_another_op_or_function_on_one_rank_is_an_error_on_all():
     run_ranks(_another_op, 2, group_timeout=patience(2.0))
+
+
+def _comparisons(rank):
+    """Return how often the ranks have compared something in a first and in a second call, on all threads."""
+    counts = []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_name == "compare":
+            counts[-1] += 1
+
+    state = make(min_bytes=1 << 20)
+    threading.setprofile(note)
+    sys.setprofile(note)
+    for _ in range(2):
+        counts.append(0)
+        all_reduce([torch.ones(10), torch.ones(3, dtype=torch.float64)], AVG, state)
+    sys.setprofile(None)
+    threading.setprofile(None)
+    return counts
+
+
+def test_tensors_without_compression_are_compared_once():
+    """The state's terms, and then the call: not a second time in the private group, where its job runs."""
+    assert run_ranks(_comparisons, 2) == [[2, 0]] * 2
 
 
 def _modes(rank):

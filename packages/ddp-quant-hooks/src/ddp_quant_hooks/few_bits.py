@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,7 @@ from ddp_quant_hooks.feedback.step import Step, value_count
 from ddp_quant_hooks.kernels import VALUE_DTYPES
 
 
-@dataclass(frozen=True)
-class FewBitsTask:
+class FewBitsTask(NamedTuple):
     """How a bucket is averaged in few bits.
 
     Attributes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import starmap
 from typing import NamedTuple, TypeAlias
 
@@ -29,8 +28,7 @@ NotFinite: TypeAlias = Callable[[torch.Tensor], None]
 Residuals: TypeAlias = Callable[[str, int, int], tuple[torch.Tensor | None, torch.Tensor | None]]
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """How some values are averaged, the same way on every rank.
 
     Attributes:
@@ -165,11 +163,7 @@ class _ChunkExchange(NamedTuple):
         values = self._join(parts)
         means = self.scratch.take(stage.means.total)
         yield from self.average(stage, values, means)
-        several = stage.messages_per_mean
-        messages: list[Sequence[torch.Tensor]] = []
-        for shard, sizes in zip(stage.means.shards(means), stage.message_sizes, strict=True):
-            each = shard.split_with_sizes(sizes)
-            messages += [each[first : first + several] for first in range(0, len(each), several)]
+        messages = stage.messages_of_means(means)
         self._decode(messages, stage.decoded_lengths, stage.mean_layout, values)
         if len(parts) > 1:
             put_back(parts, values)
@@ -215,20 +209,18 @@ class _ChunkExchange(NamedTuple):
     # ---- a stage: `means` gets messages of the mean of `values`, the same on all ranks of the row ----
 
     def average(self, stage: Stage, values: torch.Tensor, means: torch.Tensor) -> Exchange:
-        """Average values as their stage says."""
+        """Return the exchange that averages values as their stage says."""
         if not values.numel():  # on no rank of the row; the others still expect to take turns
-            for _ in range(stage.waits):
-                yield
-        elif stage.way is Way.ONE_SHOT:
-            yield from self.one_shot(stage, values, means)
-        elif stage.way is Way.TWO_SHOTS:
-            yield from self.two_shots(stage, values, means)
-        else:
-            yield from self.hand_on(stage, values, means)
+            return (None for _ in range(stage.waits))
+        if stage.way is Way.ONE_SHOT:
+            return self.one_shot(stage, values, means)
+        if stage.way is Way.TWO_SHOTS:
+            return self.two_shots(stage, values, means)
+        return self.hand_on(stage, values, means)
 
     def one_shot(self, stage: Stage, values: torch.Tensor, means: torch.Tensor) -> Exchange:
         """Send the other rank all values: both get both messages, whose mean is decoded."""
-        messages = means.view(2, -1).unbind()
+        (messages,) = stage.messages_of_means(means)
         own, layout = messages[stage.position], self.task.plan.formats.scatter
         residual = self.task.residual_of(stage.lost, values.numel())
         kernels.encode_shards(values, [own], stage.lengths, layout, **residual, check=False)
@@ -356,10 +348,10 @@ class _ChunkExchange(NamedTuple):
     def _swap(
         self, stage: Stage, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], shot: int
     ) -> Exchange:
-        """Send ``outgoing[position]`` to, and receive ``incoming[position]`` from, every peer of a row."""
+        """Exchange with every peer of a row ``outgoing[position]`` for ``incoming[position]``."""
         receives = [(stage.ranks[peer], incoming[peer]) for peer in stage.peers]
         sends = [(stage.ranks[peer], outgoing[peer]) for peer in stage.peers]
-        yield from self._exchange(receives, sends, (self.number, stage.tag, shot))
+        return self._exchange(receives, sends, (self.number, stage.tag, shot))
 
     def _exchange(
         self,

@@ -93,7 +93,7 @@ class Packing:
             sizes[reducer] += size
         return tuple(sizes)
 
-    @property
+    @cached_property
     def total(self) -> int:
         """The size of all shards."""
         return sum(self.sizes)
@@ -184,11 +184,23 @@ class Stage:
         size = len(self.ranks)
         return tuple((self.position + step) % size for step in range(1, size))
 
+    def messages_of_means(self, memory: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        """Return the messages of each mean, in the order of shards, in the memory of :attr:`means`."""
+        sizes, places = self._messages_in_memory
+        messages = memory.split_with_sizes(sizes)
+        return [tuple(messages[place] for place in of_mean) for of_mean in places]
+
     @cached_property
-    def message_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """The sizes of the messages of each shard's mean."""
-        several, size_of = range(self.messages_per_mean), self.mean_layout.message_bytes
-        return tuple(tuple(size_of(one) for one in some for _ in several) for some in self.mean_lengths)
+    def _messages_in_memory(self) -> tuple[list[int], list[range]]:
+        """The sizes of all messages of means in the order of memory, and where those of each mean are."""
+        several, size_of = self.messages_per_mean, self.mean_layout.message_bytes
+        sizes, places_of = list[int](), dict[int, list[range]]()
+        for shard in self.means.order:
+            places_of[shard] = []
+            for length in self.mean_lengths[shard]:
+                places_of[shard].append(range(len(sizes), len(sizes) + several))
+                sizes += [size_of(length)] * several
+        return sizes, [place for shard in range(len(places_of)) for place in places_of[shard]]
 
     @cached_property
     def decoded_lengths(self) -> tuple[int, ...]:

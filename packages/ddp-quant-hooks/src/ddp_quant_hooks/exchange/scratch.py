@@ -28,4 +28,5 @@ class Scratch:
             self._pieces.append(torch.empty(0, dtype=torch.uint8, device=self._device))
         if self._pieces[index].numel() < size:
             self._pieces[index] = torch.empty(size, dtype=torch.uint8, device=self._device)
-        return self._pieces[index][:size].view(dtype)
+        piece = self._pieces[index]
+        return piece[:size].view(dtype) if size < piece.numel() or dtype != torch.uint8 else piece

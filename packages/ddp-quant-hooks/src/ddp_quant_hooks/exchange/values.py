@@ -61,6 +61,8 @@ class Values:
 
     def parts(self, span: Span) -> list[torch.Tensor]:
         """Return the numbers of a span, in the tensors that have them."""
+        if len(self._parts) == 1:
+            return [self._parts[0][span.start : span.stop]]
         first = bisect_right(self._starts, span.start) - 1
         last = max(first + 1, bisect_right(self._starts, span.stop - 1))
         both = zip(self._starts[first:last], self._parts[first:last], strict=True)

@@ -77,6 +77,7 @@ class Feedback:
         self._written: list[BucketResiduals] = []  # by the step
         self._dropped = 0
         self._steps = 0
+        self._uncounted = Step(Kind.CALL)
 
     @property
     def wanted(self) -> bool:
@@ -89,7 +90,7 @@ class Feedback:
         Call it on the caller's thread, with every bucket that DDP hands over.
         """
         if not self.wanted:
-            return Step(Kind.BACKWARD)  # a placeholder: nothing is kept
+            return self._uncounted
         if self.step_is_open:
             raise ValueError("step() is for plain tensors: each backward() of a model's buckets is a step")
         task, step = torch_compat.graph_task_id(), self._step
@@ -116,7 +117,7 @@ class Feedback:
         its own.
         """
         if not self.wanted:
-            return Step(Kind.CALL)
+            return self._uncounted
         task, step = torch_compat.graph_task_id(), self._step
         if step is None or not step.includes_call(task):
             step = self._begin(Kind.CALL)

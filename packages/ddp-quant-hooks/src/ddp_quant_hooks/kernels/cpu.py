@@ -187,15 +187,16 @@ def _thread_count() -> int:
     Asking torch sets the number on the thread that asks, and with it the bits of later products there. The
     main thread has its number anyway; for any other, a thread of its own asks, once.
     """
-    if threading.current_thread() is threading.main_thread():
-        return torch.get_num_threads()
-    if not hasattr(_of_thread, "count"):
+    count: int | None = getattr(_of_thread, "count", None)
+    if count is None:
+        if threading.current_thread() is threading.main_thread():
+            return torch.get_num_threads()
         found: list[int] = []
         asking = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
         asking.start()
         asking.join()
-        (_of_thread.count,) = found
-    count: int = _of_thread.count
+        (count,) = found
+        _of_thread.count = count
     return count
 
 

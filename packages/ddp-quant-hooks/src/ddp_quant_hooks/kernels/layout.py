@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 import torch
@@ -60,7 +61,7 @@ class Layout:
         if self.rotate and self.format not in {"int8", "int4"}:
             raise ValueError(f"rotate needs a format of integers, got {self.format!r}")
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype | None:
         """The dtype of values that are relative to nothing; ``None`` if they are relative to their blocks."""
         return _FLOATS.get(self.format)

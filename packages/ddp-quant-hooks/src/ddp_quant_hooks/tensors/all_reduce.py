@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -122,7 +122,7 @@ def _submit(call: Call, indices: Sequence[int]) -> Future:
                     tensor.mul_(world_size)
         else:
             op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-            ddp_compress_hooks.all_reduce(dense, op, private_group)
+            ddp_compress_hooks.all_reduce(dense, op, _Compared(private_group))
             average.count_plain(private_group, nbytes)
         if with_feedback and not (mean and task is not None):  # that mean is checked already
             for tensor in dense:
@@ -133,6 +133,15 @@ def _submit(call: Call, indices: Sequence[int]) -> Future:
         return first
 
     return state.worker.submit(job, device=first.device, name="ddp_quant_hooks.all_reduce:exchange")
+
+
+class _Compared(ddp_compress_hooks.CompressState):
+    """No compression, of tensors that the ranks have compared before the job."""
+
+    def require_same_call(
+        self, title: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        pass
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

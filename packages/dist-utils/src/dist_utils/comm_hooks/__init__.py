@@ -5,12 +5,15 @@ from dist_utils.comm_hooks.buckets import (
     CommHook,
     buckets_only,
     check_gradient_dtype,
+    checked_operation,
+    checked_tensors,
     clamp_mean,
     completed_future,
     failed_future,
     is_pair,
     joined_future,
     none_means_world,
+    same_kind,
     world_by_default,
 )
 from dist_utils.comm_hooks.hook_state import (
@@ -19,7 +22,6 @@ from dist_utils.comm_hooks.hook_state import (
     require_same_bucket,
     require_same_call,
 )
-from dist_utils.comm_hooks.tensor_calls import checked_operation, checked_tensors, same_kind
 from dist_utils.comm_hooks.wait_clock import Mark
 
 __all__ = [

@@ -21,6 +21,9 @@ Parts: TypeAlias = Generator[None, None, T]
 PartedJob: TypeAlias = Callable[[dist.ProcessGroup], Parts[T]]
 
 
+_NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+
+
 class JobStream(NamedTuple):
     """Where a job's work is enqueued: on the host, or on a side stream that waits for the caller's event."""
 
@@ -31,7 +34,7 @@ class JobStream(NamedTuple):
     def enter(self) -> contextlib.AbstractContextManager[object]:
         """Make the side stream the current one: a future records it when it gets its value."""
         if self.stream is None:
-            return contextlib.nullcontext()
+            return _NOTHING
         self.stream.wait_event(self.before)
         accelerator: Any = torch.get_device_module(self.device)
         context: contextlib.AbstractContextManager[object] = accelerator.stream(self.stream)
@@ -64,32 +67,22 @@ class SideStreams:
             accelerator.current_stream(device).wait_stream(stream)
 
 
-class InsideJob(threading.local):
-    """Whether this thread is inside a job of one worker. Callbacks of the job's future are not inside."""
+class InsideJob:
+    """A context: a thread is inside a job of one worker, one at a time. Callbacks of its future are not."""
 
-    now = False
+    def __init__(self) -> None:
+        self._thread: int | None = None
 
-    def call(self, job: Callable[[dist.ProcessGroup], T], group: dist.ProcessGroup) -> T:
-        """Call a job, with the note that this thread is inside of it."""
-        self.now = True
-        try:
-            return job(group)
-        finally:
-            self.now = False
+    @property
+    def now(self) -> bool:
+        """Whether this thread is inside."""
+        return self._thread == threading.get_ident()
 
-    def call_in_parts(self, job: PartedJob[T], group: dist.ProcessGroup) -> Parts[T]:
-        """Do as :meth:`call`, for a job in parts."""
-        parts = job(group)
-        try:
-            while True:
-                try:
-                    self.call(lambda _: next(parts), group)
-                except StopIteration as end:
-                    result: T = end.value
-                    return result
-                yield
-        finally:
-            parts.close()
+    def __enter__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self._thread = None
 
 
 class Job(Generic[T]):
@@ -101,6 +94,7 @@ class Job(Generic[T]):
         call: Called with the group that its collectives use.
         stream: What its work is enqueued on.
         name: What a profiler calls it.
+        inside: Entered while it is called.
         in_parts: Whether the call returns a generator.
 
     Attributes:
@@ -117,9 +111,10 @@ class Job(Generic[T]):
         stream: JobStream,
         name: str,
         *,
+        inside: contextlib.AbstractContextManager[object] = _NOTHING,
         in_parts: bool = False,
     ) -> None:
-        self._call, self._stream, self._name = call, stream, name
+        self._call, self._stream, self._name, self._inside = call, stream, name, inside
         self._parts: Any = None
         self.in_parts, self.paused = in_parts, False
         self._flushes_denormals = _flushes_denormals()
@@ -171,16 +166,17 @@ class Job(Generic[T]):
 
     def _go_on(self, group: dist.ProcessGroup) -> tuple[bool, Any]:
         """Do the next part; return whether others follow, and the result if not."""
-        if self._parts is None:
-            result = self._call(group)
-            if not self.in_parts:
-                return False, result
-            self._parts = result
-        try:
-            next(self._parts)
-        except StopIteration as end:
-            return False, end.value
-        return True, None
+        with self._inside:
+            if self._parts is None:
+                result = self._call(group)
+                if not self.in_parts:
+                    return False, result
+                self._parts = result
+            try:
+                next(self._parts)
+            except StopIteration as end:
+                return False, end.value
+            return True, None
 
 
 def future_of_work(

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.weak import WeakIdKeyDictionary
 
 from dist_utils.process_groups.agreement import require_same_terms, term_texts
 from dist_utils.process_groups.errors import FirstError
 
 _MOST = 1 << 16
-"""How many things about one object are remembered; then all are compared anew."""
+"""After so many comparisons all that is known is forgotten, and compared anew."""
 
 _PLAIN = {str, int, bool, type(None), torch.dtype}
 """Types of terms that are told apart by their values as well as by what is compared, and faster."""
@@ -32,7 +31,8 @@ class KnownTerms:
 
     def __init__(self, failure: FirstError) -> None:
         self._failure = failure
-        self._known: Any = WeakIdKeyDictionary()  # by what it is about
+        self._known: dict[object, weakref.ref[object] | None] = {}  # with what it is about
+        self._compared = 0
 
     def require(
         self, group: dist.ProcessGroup, title: str, terms: Mapping[str, object], about: object | None = None
@@ -48,21 +48,27 @@ class KnownTerms:
         if group.size() == 1:
             return
         self._failure.raise_again()
-        known: set[object] = self._known.setdefault(self if about is None else about, set())
-        if len(known) >= _MOST:  # on all ranks at once, as all know the same
-            known.clear()
         try:
-            key = _key(title, terms)
+            key = id(about), _key(title, terms)
         except Exception:  # noqa: BLE001 - raised below, when the other ranks have heard of it
             key = None
-        if key in known:
+        if key in self._known and _is(self._known[key], about):
             return
+        if self._compared >= _MOST:  # on all ranks at once, as all have compared as often
+            self._known.clear()
+            self._compared = 0
         try:
             require_same_terms(group, title, terms)
         except BaseException as error:  # an interrupt, too: the other ranks are told of it
             self._failure.keep(error)
             raise
-        known.add(key)
+        self._compared += 1
+        self._known[key] = None if about is None else weakref.ref(about)
+
+
+def _is(kept: weakref.ref[object] | None, about: object | None) -> bool:
+    """Return whether what is kept is about this object, and not about an earlier one in its place."""
+    return (None if kept is None else kept()) is about
 
 
 def _key(title: str, terms: Mapping[str, object]) -> object:

@@ -74,9 +74,10 @@ def start_messages(
     device = next((tensor.device for _, tensor in incoming + outgoing), None)
     if device is None:
         return []
-    if device.type != "cpu" and runs_on_host(group, device):
+    on_host = device.type == "cpu"
+    if not on_host and runs_on_host(group, device):
         return _through_host(group, incoming, outgoing, tag, device)
-    return _start(group, incoming, outgoing, tag)
+    return _start(group, incoming, outgoing, tag, on_host=on_host)
 
 
 def _start(
@@ -84,6 +85,8 @@ def _start(
     incoming: list[tuple[int, torch.Tensor]],
     outgoing: list[tuple[int, torch.Tensor]],
     tag: int,
+    *,
+    on_host: bool,
 ) -> list[dist.Work]:
     dist.get_global_rank(group, 0)  # raises for a destroyed group; per peer, each call would search all
     size, me = group.size(), group.rank()
@@ -94,7 +97,7 @@ def _start(
             raise ValueError(f"rank {rank} is this one: messages are for other ranks")
     lengths = {tensor.nbytes for _, tensor in incoming + outgoing}
     tags = {nbytes: _tag(tag, nbytes) for nbytes in lengths}
-    if all(tensor.device.type == "cpu" for _, tensor in incoming + outgoing):
+    if on_host:
         # No CPU backend batches them, and a P2POp for each costs as much as sending it.
         receives = [(group.recv, rank, tensor) for rank, tensor in incoming]
         sends = [(group.send, rank, tensor) for rank, tensor in outgoing]
@@ -129,7 +132,8 @@ def _through_host(
     received = [(rank, _on_host(tensor)) for rank, tensor in incoming]
     torch.get_device_module(device).current_stream(device).synchronize()
     both = [(on_host, tensor) for (_, on_host), (_, tensor) in zip(received, incoming, strict=True)]
-    return [_FromHost(_start(group, received, sent, tag), both, [on_host for _, on_host in sent])]
+    works = _start(group, received, sent, tag, on_host=True)
+    return [_FromHost(works, both, [on_host for _, on_host in sent])]
 
 
 class _FromHost:

@@ -8,7 +8,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -157,7 +156,7 @@ class OrderedWorker:
             With Gloo, one all-reduce of 4 bytes follows on the thread.
         """
         stream = self._stream_for(device)
-        return self._submit(Job(partial(self._inside.call, job), stream, name or self._name), stream)
+        return self._submit(Job(job, stream, name or self._name, inside=self._inside), stream)
 
     def submit_in_parts(
         self,
@@ -197,8 +196,8 @@ class OrderedWorker:
             >>> worker.submit_in_parts(exchange).wait()  # doctest: +SKIP
         """
         stream = self._stream_for(device)
-        call = partial(self._inside.call_in_parts, job)
-        return self._submit(Job[T](call, stream, name or self._name, in_parts=True), stream)
+        queued: Job[T] = Job(job, stream, name or self._name, inside=self._inside, in_parts=True)
+        return self._submit(queued, stream)
 
     def _stream_for(self, device: torch.device | str) -> JobStream:
         if self._inside.now:
