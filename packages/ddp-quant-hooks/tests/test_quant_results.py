@@ -155,3 +155,40 @@ def _other_paths(rank):
 
 def test_buckets_that_are_not_quantized_and_parameters_that_are_exact_if_asked_for():
     run_ranks(_other_paths, 3)
+
+
+class _Ordered:
+    """A bucket of parameters in an order, and their gradients."""
+
+    def __init__(self, parameters, gradients):
+        self._parameters = parameters
+        self._values = torch.cat([gradients[one].flatten() for one in parameters])
+
+    def index(self):
+        return 0
+
+    def buffer(self):
+        return self._values
+
+    def parameters(self):
+        return self._parameters
+
+
+def _reordered(rank):
+    """Return whether a state that knows a bucket averages another one like a new state does.
+
+    Both buckets have the same first parameter and length; others have changed places, of which one is exact.
+    """
+    first, bias, last = (torch.nn.Parameter(torch.ones(shape)) for shape in ((40, 50), (600,), (20, 30)))
+    generator = torch.Generator().manual_seed(rank)
+    gradients = {one: torch.randn(one.shape, generator=generator) for one in (first, bias, last)}
+    known, means = make_state("int8", exact_1d=True), []
+    for order in ([first, bias, last], [first, last, bias]):
+        buckets = [_Ordered(order, gradients) for _ in range(3)]
+        states = [known, known, make_state("int8", exact_1d=True)]
+        means.append([quantized_allreduce_hook(*pair).wait() for pair in zip(states, buckets, strict=True)])
+    return [same_bits(one, of_order[-1]) for of_order in means for one in of_order]
+
+
+def test_a_bucket_of_the_same_length_and_other_parameters_is_not_taken_for_the_known_one():
+    assert run_ranks(_reordered, 2) == [[True] * 6] * 2

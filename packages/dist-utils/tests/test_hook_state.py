@@ -103,6 +103,53 @@ def test_a_refusal_is_raised_until_the_state_is_closed():
         assert total == 2.0
 
 
+class _Bucket:
+    def __init__(self, *parameters, index=0):
+        self._parameters, self._index = parameters, index
+
+    def index(self):
+        return self._index
+
+    def buffer(self):
+        return torch.cat([one.detach().flatten() for one in self._parameters])
+
+    def parameters(self):
+        return [*self._parameters]
+
+
+def _agreed(rank):
+    """Return for buckets whether they stand for one that came before, by what a state has noted there."""
+    state = _State()
+    one, other, wide = (torch.nn.Parameter(torch.ones(2, 3)) for _ in range(3))
+    state.begin_bucket("hook", _Bucket(one, other, wide)).plan = "noted"
+
+    def is_known(title, *parameters, index=0):
+        return state.begin_bucket(title, _Bucket(*parameters, index=index)).plan == "noted"
+
+    found = {
+        "again": is_known("hook", one, other, wide),
+        "another hook": is_known("other", one, other, wide),
+        "another index": is_known("hook", one, other, wide, index=1),
+        "still there": is_known("hook", one, other, wide),
+    }
+    for what, parameters in {"another order": (one, wide, other), "fewer": (one, other)}.items():
+        found[what] = is_known("hook", *parameters)
+        state.begin_bucket("hook", _Bucket(one, other, wide)).plan = "noted"
+    wide.data = torch.ones(3, 2).t()
+    found["another order in memory"] = is_known("hook", one, other, wide)
+    state.begin_bucket("hook", _Bucket(one, other, wide)).plan = "noted"
+    state.close()
+    found["after close()"] = is_known("hook", one, other, wide)
+    state.fail(RuntimeError("stop"))
+    return found, _text(state.begin_bucket, "hook", _Bucket(one, other, wide))
+
+
+def test_a_bucket_that_comes_again_is_one_object_until_something_about_it_changes():
+    for found, text in run_ranks(_agreed, 2):
+        assert [what for what, known in found.items() if known] == ["again", "still there"]
+        assert text == "stop"
+
+
 def _refused_alone(rank):
     """One rank is refused because its peer does not come, which waits in a job of both."""
     state = _State()

@@ -17,8 +17,7 @@ from ddp_quant_hooks.exchange.exchange import NotFinite
 from ddp_quant_hooks.exchange.placement import Placement, choose_placement
 from ddp_quant_hooks.exchange.plan import Formats, Plan, Span
 from ddp_quant_hooks.exchange.planner import plan_average
-from ddp_quant_hooks.exchange.scratch import Scratch
-from ddp_quant_hooks.exchange.values import Values
+from ddp_quant_hooks.exchange.values import Scratch, Values
 from ddp_quant_hooks.feedback.residuals import Owner, owner_length
 from ddp_quant_hooks.feedback.step import Step
 from ddp_quant_hooks.feedback.store import Feedback
@@ -118,10 +117,27 @@ class Average(ABC):
     def terms_of(self, owners: Sequence[Owner]) -> Mapping[str, object]:
         """Return what ranks must have alike in a call, besides lengths and dtypes, by name."""
 
+    def decide(
+        self, group: dist.ProcessGroup, owners: Sequence[Owner], tensors: Sequence[torch.Tensor]
+    ) -> Any | None:
+        """Decide about values what stays as it is in every step, for :meth:`prepare`, alike on all ranks.
+
+        Args:
+            group: The process group whose ranks average.
+            owners: As for :meth:`quantizes`.
+            tensors: Likewise.
+
+        Returns:
+            ``None``: they are averaged without compression.
+        """
+        if any(tensor.is_sparse for tensor in tensors) or not self.quantizes(owners, tensors, group.size()):
+            return None
+        return self._decide(group, owners, tensors)
+
     def prepare(
         self,
-        group: dist.ProcessGroup,
         step: Step,
+        decided: Any,
         owners: Sequence[Owner],
         tensors: Sequence[torch.Tensor],
         *,
@@ -132,8 +148,8 @@ class Average(ABC):
         On the caller's thread, in the same order on all ranks.
 
         Args:
-            group: The process group whose ranks average.
             step: The step that they belong to.
+            decided: What :meth:`decide` has returned for them.
             owners: As for :meth:`quantizes`.
             tensors: Likewise. Their values are not read yet.
             label: See :class:`ddp_quant_hooks.exchange.exchange.Task`.
@@ -142,7 +158,7 @@ class Average(ABC):
             ValueError: An option does not fit the ranks, or their hosts; on all of them.
         """
         label ^= self._prepared << 32  # messages of several buckets are on their way at the same time
-        task = self._task_of(group, step, owners, tensors, label)
+        task = self._task_of(step, decided, owners, tensors, label)
         sampled = is_sampled(self._prepared, self._options.sample_every)
         self._prepared += 1
         return Prepared(task, sampled, self._pauses and not (sampled or task.exact))
@@ -175,10 +191,16 @@ class Average(ABC):
         self._counter.add(values.nbytes, group.size(), sent, outside, quantized=True, error=error)
 
     @abstractmethod
+    def _decide(
+        self, group: dist.ProcessGroup, owners: Sequence[Owner], tensors: Sequence[torch.Tensor]
+    ) -> Any:
+        """Return what is decided about values that are quantized; see :meth:`decide`."""
+
+    @abstractmethod
     def _task_of(
         self,
-        group: dist.ProcessGroup,
         step: Step,
+        decided: Any,
         owners: Sequence[Owner],
         tensors: Sequence[torch.Tensor],
         label: int,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ddp_quant_hooks.averaging import Average, Parts, split_owners
 from ddp_quant_hooks.exchange import exchange
-from ddp_quant_hooks.exchange.exchange import NotFinite, Task
+from ddp_quant_hooks.exchange.exchange import NotFinite, Residuals, Task
 from ddp_quant_hooks.exchange.plan import Plan, Span
 from ddp_quant_hooks.exchange.planner import plan_average, plan_reduce_scatter
 from ddp_quant_hooks.exchange.values import Values, put_back
@@ -19,18 +19,40 @@ from ddp_quant_hooks.feedback.step import Step, value_count
 from ddp_quant_hooks.kernels import VALUE_DTYPES
 
 
+class FewBitsPlan(NamedTuple):
+    """How values are averaged in few bits, in every step.
+
+    Attributes:
+        plan: How those of them are that are not exact.
+        slots: What a step keeps of these.
+        few: Where these are, if some are exact; else ``None``.
+        exact: The values that are averaged without compression.
+    """
+
+    plan: Plan
+    slots: Mapping[str, Slot]
+    few: tuple[Span, ...] | None = None
+    exact: tuple[Span, ...] = ()
+
+
 class FewBitsTask(NamedTuple):
-    """How a bucket is averaged in few bits.
+    """How a bucket is averaged in one step.
 
     Attributes:
         exchange: How its values are, or those of them that are not exact.
-        few: Where these are, if some are exact; else ``None``.
-        exact: The values that are averaged without compression.
+        few: As of :class:`FewBitsPlan`.
+        exact: Likewise.
     """
 
     exchange: Task
     few: tuple[Span, ...] | None
     exact: tuple[Span, ...]
+
+
+def _keep_nothing(slot: str, start: int, length: int) -> tuple[None, None]:
+    """Return the residuals of some values; see :class:`Task`."""
+    del slot, start, length
+    return None, None
 
 
 class FewBits(Average):
@@ -56,24 +78,30 @@ class FewBits(Average):
             return {}
         return {"of at most one dimension": [*map(self._is_exact, owners)]}
 
-    def _task_of(
-        self,
-        group: dist.ProcessGroup,
-        step: Step,
-        owners: Sequence[Owner],
-        tensors: Sequence[torch.Tensor],
-        label: int,
-    ) -> FewBitsTask:
+    def _decide(
+        self, group: dist.ProcessGroup, owners: Sequence[Owner], tensors: Sequence[torch.Tensor]
+    ) -> FewBitsPlan:
         few, exact = None, tuple[Span, ...]()
         count = sum(map(value_count, tensors))
         if self._options.exact_1d and any(map(self._is_exact, owners)):
             few, exact = split_owners(owners, self._is_exact)
-            owners = [owner for owner in owners if not self._is_exact(owner)]
             count = sum(map(len, few))
         plan = self._plan(plan_average, group, count, tensors[0], levels=self._options.levels)
+        return FewBitsPlan(plan, self._slots(plan), few, exact)
+
+    def _task_of(
+        self,
+        step: Step,
+        decided: FewBitsPlan,
+        owners: Sequence[Owner],
+        tensors: Sequence[torch.Tensor],
+        label: int,
+    ) -> FewBitsTask:
+        if decided.few is not None:
+            owners = [owner for owner in owners if not self._is_exact(owner)]
         not_finite = step.outcome.not_finite if self._feedback.wanted else None
-        task = self._task(plan, step, owners, tensors[0].device, not_finite, label)
-        return FewBitsTask(task, few, exact)
+        task = self._task(decided, step, owners, tensors[0].device, not_finite, label)
+        return FewBitsTask(task, decided.few, decided.exact)
 
     def _average(self, group: dist.ProcessGroup, values: Values, task: FewBitsTask) -> Parts[tuple[int, int]]:
         few = values if task.few is None else Values(values.parts_of(task.few))
@@ -113,7 +141,8 @@ class FewBits(Average):
     ) -> Task:
         """See :meth:`Average.prepare_shards`."""
         plan = self._plan(plan_reduce_scatter, group, value_count(shards) // group.size(), shards)
-        return self._task(plan, step, [owner], shards.device, not_finite, label)
+        decided = FewBitsPlan(plan, self._slots(plan))
+        return self._task(decided, step, [owner], shards.device, not_finite, label)
 
     def run_shards(
         self, group: dist.ProcessGroup, shards: torch.Tensor, mean: torch.Tensor, task: Task
@@ -129,17 +158,20 @@ class FewBits(Average):
         """Return whether an owner's values are averaged without compression: parameters of one dimension."""
         return self._options.exact_1d and len(owner.shape) <= 1
 
+    def _slots(self, plan: Plan) -> Mapping[str, Slot]:
+        """Return what a step keeps of what this rank rounds."""
+        return {name: Slot(spans) for name, spans in plan.slots.items()} if self._feedback.wanted else {}
+
     def _task(
         self,
-        plan: Plan,
+        decided: FewBitsPlan,
         step: Step,
         owners: Sequence[Owner],
         device: torch.device,
         not_finite: NotFinite | None,
         label: int,
     ) -> Task:
-        slots = dict[str, Slot]()
-        if self._feedback.wanted:
-            slots = {name: Slot(spans) for name, spans in plan.slots.items()}
-        residuals = self._feedback.residuals(step, owners, slots, device)
-        return Task(plan, residuals.span, not_finite, label)
+        residual: Residuals = _keep_nothing
+        if decided.slots:
+            residual = self._feedback.residuals(step, owners, decided.slots, device).span
+        return Task(decided.plan, residual, not_finite, label)

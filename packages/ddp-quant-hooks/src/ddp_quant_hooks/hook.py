@@ -75,15 +75,14 @@ def average_bucket(
         if group.size() == 1:
             return completed_future(buffer)
         try:
-            state.begin_bucket(name, read)
+            agreed = state.begin_bucket(name, read)
             step = state.feedback.begin_bucket(read)
             with step.outcome:
-                owners = read.owners
                 if buffer.numel() == 0:
                     return completed_future(buffer)
-                if buffer.is_sparse or not state.average.quantizes(owners, [buffer], group.size()):
+                if agreed.plan is None:
                     return start_mean(group, buffer).then(_count_when_done(state, step, group, buffer))
-                prepared = state.average.prepare(group, step, owners, [buffer])
+                prepared = state.average.prepare(step, agreed.plan, read.owners, [buffer])
                 return _submit_average(state, f"{name}:average_bucket_{read.number}", prepared, step, buffer)
         except Exception as error:  # noqa: BLE001 - raised here, any would leave DDP in the middle of a pass
             state.fail(error)

@@ -21,7 +21,7 @@ from ddp_quant_hooks.kernels.layout import WIRE_VERSION, Format
 from ddp_quant_hooks.options import ErrorFeedback, check_options
 from ddp_quant_hooks.statistics import BucketCounter, Statistics
 from dist_utils import AgreementError, GroupLike, OrderedWorker, resolve_group
-from dist_utils.comm_hooks import Bucket
+from dist_utils.comm_hooks import AgreedBucket, Bucket
 from dist_utils.process_groups import device_types, runs_on_host
 
 _KEPT = {"none": (), "shard": ("shard",), "both": ("own", "shard")}
@@ -55,15 +55,19 @@ class AveragingState(FeedbackState):
         """What was done in the backward passes that have ended."""
         return replace(self.counter.read(), seconds_waited=self.seconds_waited)
 
-    def begin_bucket(self, title: str, bucket: Bucket) -> None:
-        """Do as :class:`dist_utils.comm_hooks.HookState`, and learn where the ranks are.
+    def begin_bucket(self, title: str, bucket: Bucket) -> AgreedBucket:
+        """Do as :class:`dist_utils.comm_hooks.HookState`; the plan is how a bucket is averaged in all passes.
 
         Raises:
             AgreementError: As there; or the ranks of a node name different ones.
             ValueError: An option does not fit the ranks, or their hosts.
         """
-        super().begin_bucket(title, bucket)
-        self._place()
+        agreed = super().begin_bucket(title, bucket)
+        if agreed.plan is None:
+            self._place()
+            owners, buffer = bucket.parameters(), bucket.buffer()
+            agreed.plan = self.average.decide(self.process_group, owners, [buffer])
+        return agreed
 
     def begin_call(self, title: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor]) -> None:
         """Do as :meth:`begin_bucket`, for a call on plain tensors; see :meth:`require_same_call`."""

@@ -138,7 +138,7 @@ class AutoState(HookState):
             "loaded choice": self._loaded,
         }
 
-    def begin_bucket(self, title: str, bucket: Bucket) -> None:
+    def open_bucket(self, title: str, bucket: Bucket) -> None:
         """Begin a bucket; in a trial the first one of a pass begins that.
 
         Raises:
@@ -150,7 +150,7 @@ class AutoState(HookState):
         if not isinstance(self._now, Trial):
             self.bucket_came()  # the chosen candidate's own state compares it
             return
-        super().begin_bucket(title, bucket)
+        self.begin_bucket(title, bucket)
         task, index = torch_compat.graph_task_id(), bucket.index()
         if self._running is None or not self._running.includes_bucket(task, index):
             self._running = Step(Kind.BACKWARD)
@@ -384,7 +384,7 @@ def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torc
         return completed_future(buffer)
     state.refuse_capture(buffer)
     try:
-        state.begin_bucket("auto_hook", bucket)
+        state.open_bucket("auto_hook", bucket)
     except Exception as error:  # noqa: BLE001 - raised here, any would leave DDP in the middle of a pass
         state.fail(error)
         return failed_future(error.with_traceback(None), buffer)

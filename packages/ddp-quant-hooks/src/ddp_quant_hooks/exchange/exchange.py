@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from ddp_quant_hooks import kernels
 from ddp_quant_hooks.exchange.plan import Chunk, Delivery, Lost, Plan, Stage, Way
-from ddp_quant_hooks.exchange.scratch import Scratch
-from ddp_quant_hooks.exchange.values import Values, put_back
+from ddp_quant_hooks.exchange.values import Scratch, Values, put_back
 from ddp_quant_hooks.kernels import Layout
 from dist_utils import start_messages
 

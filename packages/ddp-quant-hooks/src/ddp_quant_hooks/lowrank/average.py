@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -81,6 +81,32 @@ class RoundingErrors:
         return lost
 
 
+class _Way(NamedTuple):
+    """How values are averaged in factors, or without any; see :class:`LowRankTask`."""
+
+    arrangement: Arrangement
+    plans: Sequence[Plan]
+    rest_plan: Plan | None
+
+
+class LowRankPlan(NamedTuple):
+    """What is decided about a bucket for all steps.
+
+    Attributes:
+        few: As of :class:`LowRankTask`.
+        exact: Likewise.
+        slots: What is kept from step to step.
+        warming_up: How the first steps average.
+        warm: How later ones do.
+    """
+
+    few: tuple[Span, ...] | None
+    exact: tuple[Span, ...]
+    slots: Mapping[str, Slot]
+    warming_up: _Way
+    warm: _Way
+
+
 @dataclass(frozen=True)
 class LowRankTask:
     """How a bucket is averaged in factors.
@@ -150,14 +176,9 @@ class LowRank(Average):
         """See :meth:`ddp_quant_hooks.averaging.Average.refuse_shards`."""
         raise ValueError(f"{name}: a LowRankState averages whole matrices, and a shard is a part of one")
 
-    def _task_of(
-        self,
-        group: dist.ProcessGroup,
-        step: Step,
-        owners: Sequence[Owner],
-        tensors: Sequence[torch.Tensor],
-        label: int,
-    ) -> LowRankTask:
+    def _decide(
+        self, group: dist.ProcessGroup, owners: Sequence[Owner], tensors: Sequence[torch.Tensor]
+    ) -> LowRankPlan:
         few, exact = None, tuple[Span, ...]()
         if any(map(self._own.exact.includes, owners)):
             few, exact = split_owners(owners, self._own.exact.includes)
@@ -171,15 +192,37 @@ class LowRank(Average):
             "factor": _factor_slot(arrangement, len(owners)),
             "rest": _rest_slot(arrangement, len(owners), rest_plan),
         }
-        residuals = self._feedback.residuals(step, owners, slots, device)
-        # Without this step itself: only outside of a pass, as on a rank that has joined, it counts already.
-        if self._feedback.steps - step.counts < self._own.warm_up_steps:
-            arrangement, rest_plan = Arrangement((), (Span(0, count),)), None
+        without_factors = Arrangement((), (Span(0, count),))
+        ways = [
+            _Way(one, self._plans_of(group, one, like), rest)
+            for one, rest in ((without_factors, None), (arrangement, rest_plan))
+        ]
+        return LowRankPlan(few, exact, slots, *ways)
+
+    def _plans_of(
+        self, group: dist.ProcessGroup, arrangement: Arrangement, like: torch.Tensor
+    ) -> Sequence[Plan]:
+        """Return the plans of the means that follow each other."""
         lengths = filter(None, map(sum, (arrangement.left_lengths, arrangement.right_lengths)))
-        plans = [
+        return [
             self._plan(plan_average, group, length, like, levels=self._options.levels) for length in lengths
         ]
-        not_finite = step.outcome.not_finite
+
+    def _task_of(
+        self,
+        step: Step,
+        decided: LowRankPlan,
+        owners: Sequence[Owner],
+        tensors: Sequence[torch.Tensor],
+        label: int,
+    ) -> LowRankTask:
+        if decided.few is not None:
+            owners = [owner for owner in owners if not self._own.exact.includes(owner)]
+        residuals = self._feedback.residuals(step, owners, decided.slots, tensors[0].device)
+        # Without this step itself: only outside of a pass, as on a rank that has joined, it counts already.
+        warms_up = self._feedback.steps - step.counts < self._own.warm_up_steps
+        arrangement, plans, rest_plan = decided.warming_up if warms_up else decided.warm
+        not_finite, few, exact = step.outcome.not_finite, decided.few, decided.exact
         return LowRankTask(few, exact, arrangement, plans, rest_plan, residuals, not_finite, label)
 
     def _average(self, group: dist.ProcessGroup, values: Values, task: LowRankTask) -> Parts[tuple[int, int]]:

@@ -107,9 +107,9 @@ def _submit(call: Call, indices: Sequence[int]) -> Future:
     state, mean, outcome, with_feedback = call.state, call.mean, call.step.outcome, call.state.feedback.wanted
     average, group, first = state.average, state.process_group, originals[0]
     world_size, nbytes = group.size(), sum(tensor.nbytes for tensor in originals)
-    task = None
-    if average.quantizes(owners, originals, world_size):
-        task = average.prepare(group, call.step, owners, originals, label=call.label)
+    decided, task = average.decide(group, owners, originals), None
+    if decided is not None:
+        task = average.prepare(call.step, decided, owners, originals, label=call.label)
 
     # A job even without compression, so that futures complete in the order of the calls, on the state's
     # thread. Copies are made in it: on an accelerator it runs on another stream than the caller's.

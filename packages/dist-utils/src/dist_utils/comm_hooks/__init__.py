@@ -17,6 +17,7 @@ from dist_utils.comm_hooks.buckets import (
     world_by_default,
 )
 from dist_utils.comm_hooks.hook_state import (
+    AgreedBucket,
     Bucket,
     HookState,
     require_same_bucket,
@@ -25,6 +26,7 @@ from dist_utils.comm_hooks.hook_state import (
 from dist_utils.comm_hooks.wait_clock import Mark
 
 __all__ = [
+    "AgreedBucket",
     "Bucket",
     "BucketWatch",
     "CommHook",

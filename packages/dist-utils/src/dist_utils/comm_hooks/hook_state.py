@@ -35,6 +35,39 @@ class Bucket(Protocol):
         """Return the parameters that these belong to."""
 
 
+class AgreedBucket:
+    """A bucket that all ranks give to the same hook: one object for every pass in which it comes again.
+
+    Attributes:
+        plan: What a state has decided about it once, for all passes; ``None``: nothing so far.
+    """
+
+    plan: Any = None
+
+    def __init__(self, worker: OrderedWorker | None, bucket: Bucket) -> None:
+        self._worker, self._kind = worker, _kind_of(bucket.buffer())
+        self._parameters = [(weakref.ref(one), one.stride()) for one in bucket.parameters()]
+
+    def comes_again(self, worker: OrderedWorker | None, bucket: Bucket) -> bool:
+        """Return whether this is the bucket, its values come in the same order, and the ranks still agree."""
+        parameters = bucket.parameters()
+        return (
+            worker is not None
+            and worker is self._worker
+            and worker.error is None
+            and _kind_of(bucket.buffer()) == self._kind
+            and len(parameters) == len(self._parameters)
+            and all(
+                known() is one and one.stride() == strides
+                for (known, strides), one in zip(self._parameters, parameters, strict=True)
+            )
+        )
+
+
+def _kind_of(buffer: torch.Tensor) -> tuple[int, torch.dtype, torch.device, bool]:
+    return buffer.numel(), buffer.dtype, buffer.device, buffer.is_sparse
+
+
 _of_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, KnownTerms] = weakref.WeakKeyDictionary()
 
 
@@ -157,6 +190,7 @@ class HookState:
         self._worker: OrderedWorker | None = None
         self._watch: BucketWatch | None = None
         self._clock = WaitClock()
+        self._agreed_buckets: dict[tuple[str, int], AgreedBucket] = {}
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -269,7 +303,7 @@ class HookState:
         """
         self._clock.bucket_came(device)
 
-    def begin_bucket(self, title: str, bucket: Bucket) -> None:
+    def begin_bucket(self, title: str, bucket: Bucket) -> AgreedBucket:
         """Begin a bucket: what every hook calls first, and what a subclass extends by its own preparations.
 
         The bucket has arrived, as :meth:`bucket_came` notes, and all ranks give the hook the same one.
@@ -278,11 +312,22 @@ class HookState:
             title: The name of the hook.
             bucket: From ``DistributedDataParallel``.
 
+        Returns:
+            What stands for this bucket of these parameters from now on, until :meth:`close`.
+
         Raises:
             AgreementError: As :meth:`require_same_bucket`. An error of a hook belongs to :meth:`fail` and to
                 :func:`dist_utils.comm_hooks.failed_future`.
         """
+        key = title, bucket.index()
+        agreed = self._agreed_buckets.get(key)
+        if agreed is not None and agreed.comes_again(self._worker and self.worker, bucket):
+            self.bucket_came()
+            self.measure_wait(bucket.buffer().device)
+            return agreed
         self.require_same_bucket(title, bucket)
+        agreed = self._agreed_buckets[key] = AgreedBucket(self._worker, bucket)
+        return agreed
 
     def require_same_bucket(self, title: str, bucket: Bucket) -> None:
         """Return if all ranks give the same bucket to the same hook, or raise on all ranks.
@@ -339,6 +384,7 @@ class HookState:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
+        self._agreed_buckets.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         if self._group is not None:
@@ -346,4 +392,11 @@ class HookState:
                 f"a {type(self).__name__} pickles without its process group; the copy uses WORLD",
                 stacklevel=2,
             )
-        return {**self.__dict__, "_group": None, "_worker": None, "_watch": None, "_clock": WaitClock()}
+        none: dict[str, Any] = {
+            "_group": None,
+            "_worker": None,
+            "_watch": None,
+            "_clock": WaitClock(),
+            "_agreed_buckets": {},
+        }
+        return {**self.__dict__, **none}
