@@ -1,6 +1,8 @@
 """16 bits on the wire, sums in fp32: each value is rounded once, and the sum has one order."""
 
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -202,6 +204,14 @@ def test_what_16_bits_do_not_have_is_refused(options):
     with pytest.raises(ValueError, match=f"^{name}=.* does not work with bits=16"):
         QuantizedAllreduceState(bits=16, **options)
     QuantizedAllreduceState(bits=16, rotate=False, error_feedback="none")
+
+
+@pytest.mark.filterwarnings("ignore:a QuantizedAllreduceState pickles its options only")
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_copied_and_pickled_states_have_the_same_options(bits):
+    state = QuantizedAllreduceState(bits=bits, min_bytes=5, sample_every=3, levels=(2, 3))
+    for made in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert made.options == state.options
 
 
 def test_kernels_refuse_what_has_no_meaning():

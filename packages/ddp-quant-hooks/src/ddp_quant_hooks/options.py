@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -17,6 +17,9 @@ _EXACT_BYTES_PER_RANK, _MOST_EXACT_BYTES = 1 << 17, 1 << 20
 512 KiB and 0.9 for 4 MiB. DDP's first bucket of 1 MiB is never below them."""
 
 _FORMATS: dict[int, Format] = {16: "bfloat16", 8: "int8", 4: "int4"}
+
+_OF_BLOCKS = ("block_size", "gather", "rotate")
+"""Options that 16 bits do not have."""
 
 ErrorFeedback: TypeAlias = Literal["none", "shard", "both"]
 
@@ -51,6 +54,13 @@ class Options:
         """The format in which averages are sent."""
         # 16-bit floats round relative to each value: a block's largest value costs the others nothing.
         return Layout(self.gather, self.block_size, self.rotate and self.gather != "fp16")
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments with which a state has these options."""
+        given = asdict(self)
+        for name in _OF_BLOCKS if self.bits == 16 else ():
+            del given[name]
+        return given
 
     def layouts(self, dtype: torch.dtype) -> tuple[Layout, Layout]:
         """Return the formats in which values of a dtype, and averages of them, are sent."""

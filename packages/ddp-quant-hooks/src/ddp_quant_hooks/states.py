@@ -6,7 +6,7 @@ import json
 import warnings
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -266,7 +266,7 @@ class QuantizedAllreduceState(AveragingState):
                 f"a {type(self).__name__} pickles its options only: the copy uses WORLD and has no residuals",
                 stacklevel=2,
             )
-        return asdict(self.options)
+        return self.options.arguments()
 
     def __setstate__(self, options: dict[str, Any]) -> None:
         self.__init__(None, **options)  # type: ignore[misc] # as copy and pickle make objects
