@@ -365,7 +365,15 @@ def check_in_backward_of_what_ddp_does_not_average():
         ddp(batches(1)[0])
 
 
-def check_in_backward_copied():
+def _saved(ddp):
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@cases({"copied": (copy.deepcopy,), "saved": (_saved,)})
+def check_in_backward_copied(copied_by):
     """A copy of a model has no optimizers, and takes new ones, or an overlap."""
     ddp = make_ddp()
     _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
@@ -373,7 +381,7 @@ def check_in_backward_copied():
     expected = make_ddp(copy.deepcopy(ddp.module))
     train_on(expected, sgd(expected), batches(2))
     for begin in (lambda one: _in_backward(one, torch.optim.SGD, {"lr": 0.1}), _overlap):
-        copied = copy.deepcopy(ddp)
+        copied = copied_by(ddp)
         begin(copied)
         _pass_over(copied, batches(2), None)
         assert_same(snapshot(copied), snapshot(expected))

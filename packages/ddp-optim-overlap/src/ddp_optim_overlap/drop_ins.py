@@ -131,7 +131,7 @@ class EngineAtFirstBucket(EngineSlot):
             return self.engine
         if model is not None:
             require_ddp_options(model)
-        group = _group_of(hook_state)
+        group = _group_of(hook_state) if model is None else model.process_group
         engine = Engine(
             group,
             self.stepper,

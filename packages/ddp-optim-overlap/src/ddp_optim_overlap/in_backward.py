@@ -241,7 +241,7 @@ def _claim(ddp: DistributedDataParallel) -> None:
         return
     if not comm_hooks(ddp):
         hook = apply_optim_in_backward_hook(ddp.gradient_as_bucket_view)
-        register_comm_hook(ddp, weakref.ref(ddp), hook)
+        register_comm_hook(ddp, slot_of(hook), hook)  # a state that can be saved with the model
     for hook, state in comm_hooks(ddp):
         lazy = slot_of(hook)
         if not isinstance(lazy, EngineAtFirstBucket):
