@@ -196,7 +196,8 @@ def compatibility(session: nox.Session, torch: str) -> None:
 def frameworks(session: nox.Session) -> None:
     """Test Lightning, Accelerate and Transformers, and the programs of docs/frameworks.md."""
     install(session, *GROUPS["frameworks"], *GROUPS["side-by-side"])
-    tests = session.posargs or ["integration_tests/test_frameworks.py", *SIDE_BY_SIDE]
+    files = [f"integration_tests/test_frameworks{which}.py" for which in ("", "_fsdp2")]
+    tests = session.posargs or [*files, *SIDE_BY_SIDE]
     session.run("pytest", *tests, env=ENV)
 
 

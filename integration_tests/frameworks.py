@@ -1,16 +1,20 @@
 """Lightning, Accelerate and Transformers: each trains a small model in the ways of docs/frameworks.md."""
 
 import contextlib
+import importlib.util
+import os
 import re
+import tempfile
 from typing import Any, NamedTuple
 
 import pages
+import pytest
 import torch
 
 from ddp_optim_overlap import ByValue, overlap_optimizer
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 from dist_utils import require_same_on_all_ranks
-from dist_utils.testing import same_on_all_ranks
+from dist_utils.testing import run_ranks, same_on_all_ranks
 
 PAGE = pages.DOCS / "frameworks.md"
 STEPS = 6
@@ -21,6 +25,28 @@ ON_GPUS = {
     "Transformers": {"use_cpu=True,": ""},
 }
 """What the programs say for CPUs, and for two nodes with a GPU each."""
+
+
+def needs(name):
+    """Skip a test if a framework is missing."""
+    missing = importlib.util.find_spec(name.lower()) is None
+    return pytest.mark.skipif(missing, reason=f"needs {name}: nox -s frameworks")
+
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TORCHELASTIC_RUN_ID": "frameworks"}
+ON_CPUS = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def launch(fn, *args, environ=ON_CPUS):
+    """Return what ``fn(*args)`` returns on each of two ranks, started as by ``torchrun``."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(_start, 2, fn, folder, args, OFFLINE | environ, backend=None, timeout=240)
+
+
+def _start(rank, fn, folder, args, environ):
+    os.environ.update(environ)
+    os.chdir(folder)
+    return fn(*args)
 
 
 def source(title, *, on_gpus=False):

@@ -2,51 +2,26 @@
 
 import ast
 import functools
-import importlib.util
 import os
-import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
-from frameworks import FRAMEWORKS, ON_GPUS, PAGE, program, recipe, source
+from frameworks import FRAMEWORKS, ON_GPUS, PAGE, launch, needs, program, recipe, source
 from trainings import assert_same_bits
 
 from ddp_optim_overlap import ConfigError
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 from dist_utils import AgreementError
-from dist_utils.testing import nccl_can_run, run_ranks, same_bits, same_on_all_ranks
+from dist_utils.testing import nccl_can_run, same_bits, same_on_all_ranks
 
 FEEDBACK = {"error_feedback": "both", "min_bytes": 0}
 NOT_QUANTIZED = {"min_bytes": 2**30}
-
-
-def _needs(name):
-    """Skip a test if a framework is missing."""
-    missing = importlib.util.find_spec(name.lower()) is None
-    return pytest.mark.skipif(missing, reason=f"needs {name}: nox -s frameworks")
-
-
-each_framework = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=_needs(name)) for name in FRAMEWORKS]
-)
-
-
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TORCHELASTIC_RUN_ID": "frameworks"}
-ON_CPUS = {"CUDA_VISIBLE_DEVICES": ""}
 ON_TWO_NODES = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
-
-def _launch(fn, *args, environ=ON_CPUS):
-    """Return what ``fn(*args)`` returns on each of two ranks, started as by ``torchrun``."""
-    with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(_start, 2, fn, folder, args, OFFLINE | environ, backend=None, timeout=240)
-
-
-def _start(rank, fn, folder, args, environ):
-    os.environ.update(environ)
-    os.chdir(folder)
-    return fn(*args)
+each_framework = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs(name)) for name in FRAMEWORKS]
+)
 
 
 def _overlap(name, run):
@@ -62,13 +37,13 @@ def _overlap(name, run):
 
 @functools.cache
 def _parameters(name, run):
-    return _launch(_overlap, name, run)[0]
+    return launch(_overlap, name, run)[0]
 
 
 @pytest.mark.parametrize(
     ("name", "run"),
     [
-        pytest.param(name, run, marks=_needs(name))
+        pytest.param(name, run, marks=needs(name))
         for name, framework in FRAMEWORKS.items()
         for run in framework.runs
     ],
@@ -99,7 +74,7 @@ def _quantize(name):
 
 @each_framework
 def test_quantized_gradients_take_a_quarter_of_the_bytes_and_resume(name):
-    _launch(_quantize, name)
+    launch(_quantize, name)
 
 
 def _clip(name):
@@ -116,7 +91,7 @@ def _clip(name):
 
 @each_framework
 def test_clipping_by_the_norm_works_beside_the_hook_and_is_refused_beside_the_overlap(name):
-    _launch(_clip, name)
+    launch(_clip, name)
 
 
 def _ignore_hook():
@@ -134,9 +109,9 @@ def _ignore_hook():
     assert state.statistics.bytes_sent == 0
 
 
-@_needs("Lightning")
+@needs("Lightning")
 def test_a_hook_that_lightning_ignores_warns():
-    _launch(_ignore_hook)
+    launch(_ignore_hook)
 
 
 def _compare_ranks(name):
@@ -163,10 +138,10 @@ def _compare_ranks(name):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=_needs(one)) for one in ("Lightning", "Transformers")]
+    "name", [pytest.param(one, marks=needs(one)) for one in ("Lightning", "Transformers")]
 )
 def test_the_pages_callback_notices_a_rank_that_drifts(name):
-    assert _launch(_compare_ranks, name) == [3, 3]
+    assert launch(_compare_ranks, name) == [3, 3]
 
 
 def _main(title, *, on_gpus=False):
@@ -179,7 +154,7 @@ def _main(title, *, on_gpus=False):
 
 @each_framework
 def test_the_program_runs(name):
-    assert [device for device, _ in _launch(_main, name)] == ["cpu", "cpu"]
+    assert [device for device, _ in launch(_main, name)] == ["cpu", "cpu"]
 
 
 def _on_own_gpu(title):
@@ -196,7 +171,7 @@ def _on_own_gpu(title):
 def test_the_program_runs_on_two_nodes_with_a_gpu(name):
     if not nccl_can_run(2):
         pytest.skip("NCCL needs a GPU for each of 2 ranks, or NCCL_MULTI_RANK_GPU_ENABLE=1")
-    for device, backend in _launch(_on_own_gpu, name, environ=ON_TWO_NODES):
+    for device, backend in launch(_on_own_gpu, name, environ=ON_TWO_NODES):
         assert "nccl" in backend
         assert device == ("cpu" if name == "Lightning" else "cuda")  # Lightning moves models back
 
