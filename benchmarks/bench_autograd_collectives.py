@@ -37,7 +37,7 @@ from harness import RESULTS, Benchmark, Found, Seconds, in_turns, print_times, s
 from rank_processes import on_ranks
 
 import dist_autograd_collectives as dac
-from dist_autograd_collectives import backend, messages
+from dist_autograd_collectives import backend
 from dist_utils.testing import run_ranks
 
 SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "64 MiB": 64 << 20}
@@ -145,10 +145,10 @@ def compare_messages(rank: int, numel: int, repeats: int, _: bool) -> dict[str, 
         "reduce_scatter": lambda: dac.reduce_scatter_dim(x),
         "all_to_all": lambda: dac.all_to_all_dim(x, 0, 0),
     }
-    ways = {"pytorch": backend.native, "messages": messages.begin, "ours": backend.choose}
+    ways = {"pytorch": backend.begin_native, "messages": backend.begin_messages, "ours": backend.begin}
 
     def choose(label: str) -> None:
-        backend.choose = ways[label.rpartition(" / ")[2]]
+        backend.begin = ways[label.rpartition(" / ")[2]]
 
     sides = {f"{name} / {way}": call for name, call in calls.items() for way in ways}
     return in_turns(sides, repeats, prepare=choose)

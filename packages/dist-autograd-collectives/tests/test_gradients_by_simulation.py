@@ -89,7 +89,7 @@ def compare(rank, variants, device="cpu", groups=tuple(GROUPS)):
 VARIANTS = {
     "plain": [((2, 3), torch.float64, "plain")],
     "strides": [((2, 3), torch.float64, "transposed"), ((2, 3), torch.float64, "expanded")],
-    "shapes": [((), torch.float64, "plain"), ((0, 3), torch.float64, "plain")],
+    "shapes": [(shape, torch.float64, "plain") for shape in ((), (0, 3), (2, 0))],
     "dtypes": [((2, 3), torch.complex128, "plain"), ((2, 3), torch.bfloat16, "plain")],
 }
 

@@ -101,6 +101,16 @@ def test_a_finite_mean_does_not_overflow_on_the_way():
     assert run_ranks(_largest_means, 3) == [([], [6, 7, 5, 1])] * 3
 
 
+def _halves(rank):
+    """Ones that bfloat16 loses if it adds them to 256 one by one."""
+    x = torch.tensor([256.0 if rank == 0 else 1.0] * 3, dtype=torch.bfloat16)
+    return [dac.all_reduce(x)[0].item(), dac.reduce_scatter_dim(x).item(), dac.reduce(x, 1)[0].item()]
+
+
+def test_sums_of_few_halves_are_rounded_once():
+    assert run_ranks(_halves, 3) == [[258, 258, 258 if rank == 1 else 0] for rank in range(3)]
+
+
 RARE = [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.int16, torch.int8]
 RARE += [torch.uint8, torch.bool]
 CALLS = {

@@ -3,7 +3,6 @@
 from dist_autograd_collectives.arguments import Sizes
 from dist_autograd_collectives.backend import CollectiveError
 from dist_autograd_collectives.collective import Handle, start
-from dist_autograd_collectives.comparison import compare_calls
 from dist_autograd_collectives.copies import (
     all_gather,
     all_gather_base,
@@ -15,7 +14,7 @@ from dist_autograd_collectives.copies import (
 )
 from dist_autograd_collectives.exchanges import all_to_all, all_to_all_dim, all_to_all_single, permute
 from dist_autograd_collectives.maps import Convention
-from dist_autograd_collectives.participation import anchored, connect
+from dist_autograd_collectives.participation import anchored, compare_calls, connect
 from dist_autograd_collectives.reductions import ReduceOperation
 from dist_autograd_collectives.sums import (
     all_reduce,

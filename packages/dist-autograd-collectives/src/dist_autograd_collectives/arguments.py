@@ -61,34 +61,25 @@ def _plain(label: str, given: torch.Tensor) -> torch.Tensor:
         return given.as_subclass(torch.Tensor)
 
 
-def check_one_kind(label: str, tensors: Sequence[torch.Tensor], count: int | None = None) -> None:
-    """Raise unless these are ``count`` tensors of one dtype and device."""
-    if count is not None and len(tensors) != count:
-        raise ValueError(f"{label} must have {count} tensors, got {_shapes(tensors)}")
-    if len({(tensor.dtype, tensor.device) for tensor in tensors}) != 1:
-        raise ValueError(f"{label} must be tensors of one dtype on one device, got {_shapes(tensors)}")
-
-
-def check_one_for_each(
-    label: str, tensors: Sequence[torch.Tensor], who: Members, *, like: torch.Tensor | None = None
-) -> None:
-    """Raise unless these are W tensors with the shape, dtype and device of ``like``, or of the first."""
-    wanted = [like] if like is not None else tensors[:1]
-    kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in [*wanted, *tensors]]
-    if len(tensors) != who.size or any(kind != kinds[0] for kind in kinds):
-        what = "".join(f" of {one.dtype} and shape {tuple(one.shape)} on {one.device}" for one in wanted)
-        raise ValueError(f"{label} must have {who.size} tensors{what}, got {_shapes(tensors)}")
+def check_alike(label: str, tensors: Sequence[torch.Tensor], count: int, *, shapes: bool = True) -> None:
+    """Raise unless these are ``count`` tensors of one dtype on one device, and of one shape if it matters."""
+    # Compared, not hashed: symbolic shapes have no hash.
+    kinds = [(tensor.dtype, tensor.device, tensor.shape if shapes else None) for tensor in tensors]
+    if len(tensors) != count or any(kind != kinds[0] for kind in kinds):
+        one = "one shape and dtype" if shapes else "one dtype"
+        raise ValueError(f"{label} must have {count} tensors of {one} on one device, got {_shapes(tensors)}")
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:
     return ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors) or "none"
 
 
-def check_buffer(label: str, buffer: torch.Tensor, like: torch.Tensor) -> None:
-    """Raise unless a result with the dtype and device of ``like`` can be written into a buffer."""
-    if buffer.dtype != like.dtype or buffer.device != like.device:
+def check_buffer(label: str, buffer: torch.Tensor, like: torch.Tensor, *, shape: bool = False) -> None:
+    """Raise unless a buffer takes a result with the dtype and device of ``like``, and its shape if asked."""
+    if (buffer.dtype, buffer.device) != (like.dtype, like.device) or (shape and buffer.shape != like.shape):
         raise ValueError(
-            f"{label} is {buffer.dtype} on {buffer.device}, the result {like.dtype} on {like.device}"
+            f"{label} is {_shapes([buffer])} on {buffer.device}, "
+            f"the result {_shapes([like])} on {like.device}"
         )
 
 

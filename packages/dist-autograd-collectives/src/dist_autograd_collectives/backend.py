@@ -1,9 +1,13 @@
-"""The linear maps, run by torch.distributed, or by messages between two ranks where those are better.
+"""The linear maps, run by messages between two ranks, or by torch.distributed where that is better.
 
 On Gloo all of them consist of messages, except large broadcasts and large sums over more than two ranks.
-Gloo's own collectives fill a part of a buffer, or end the process, where ranks' lengths differ; messages
-allow parts of any length and never meet another buffer. The table in docs/dist-autograd-collectives.md says
-what is faster.
+Gloo's own collectives fill a part of a buffer, or end the process, where ranks' lengths differ, and so do
+messages of another length. But the tags of messages identify the call, its shapes and the dtype, so that a
+message never meets a buffer of another shape, dtype or collective, even where ranks take part in different
+collectives of the same size: both wait for a message that does not come, and raise at the group's timeout. A
+length sent with each message would reveal the mismatch at once, but with it small messages took 0.17 to 0.3
+ms instead of 0.10 (1 KiB between two ranks). The table in docs/dist-autograd-collectives.md says what is
+faster.
 
 Results are written to freshly allocated memory, so its pages are touched for the first time. Pages of 2 MiB
 halve the time for that (48 to 25 ms for 64 MiB), but on a host that takes a guest's free memory back it
@@ -14,16 +18,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import torch
 
-from dist_autograd_collectives import messages
-from dist_autograd_collectives.maps import Map, Members, Tensors
-from dist_autograd_collectives.messages import Wait
-from dist_autograd_collectives.parts import concatenate, pad, split
-from dist_autograd_collectives.reductions import GLOO_DTYPES
-from dist_utils.torch_compat import start_traceable_collective
+from dist_autograd_collectives.maps import Map, Tensors, hash_of_names
+from dist_autograd_collectives.reductions import GLOO_DTYPES, sum_of_parts
+from dist_autograd_collectives.rows import concatenate, pad, split
+from dist_utils.torch_compat import profiler_range, start_traceable_collective
+
+Wait: TypeAlias = Callable[[], Tensors]
+"""Waits for a map that was started, and returns what this rank received."""
 
 
 class CollectiveError(RuntimeError):
@@ -40,11 +45,19 @@ _HINT_IN_BACKWARD = (
     "there pass connect(tensor, input) instead)?"
 )
 
+_SHORT_BYTES = 64 << 10
+"""Messages are sent before receives are posted if none of them is longer, as in
+:func:`dist_utils.start_messages`, whose tags tell lengths apart, but no shapes, dtypes and calls.
+"""
+
 _SENT_BYTES = 256 << 10
 """A small tensor is a message to each rank while a rank sends no more than this; rings and trees send less.
 
 So sums of up to five ranks go by messages up to 64 KiB, and those of 64 ranks up to 4 KiB.
 """
+
+_TAG = 1 << 30
+"""Added to all tags, so that they never match a user's own ``send`` and ``recv``."""
 
 _UNFILLED = bytes.fromhex("b1c6f9a2d75e0384")
 """A receiver of a large broadcast writes this at the end of its tensor beforehand. The same on all ranks,
@@ -62,13 +75,8 @@ def run(tensors: Tensors, linear_map: Map, key: int) -> Tensors:
     Raises:
         CollectiveError: It failed; the error names the function and this rank.
     """
-    try:
-        received = _begin(tensors, linear_map, key)()
-    except RuntimeError as error:
-        _raise_named(error, linear_map)
-    if linear_map.who.abandoned:
-        _wait_for_abandoned(linear_map.who)
-    return received
+    with profiler_range(linear_map.range_name):
+        return _wait_for(_start(tensors, linear_map, key), linear_map)
 
 
 class Running:
@@ -77,21 +85,16 @@ class Running:
     def __init__(self, tensors: Tensors, linear_map: Map, key: int) -> None:
         self._map = linear_map
         self._wait: Wait | None = None
-        try:
-            self._wait = _begin(tensors, linear_map, key)
-        except RuntimeError as error:
-            _raise_named(error, linear_map)
+        self._wait = _start(tensors, linear_map, key)
 
     def wait(self) -> Tensors:
         """Wait; return what this rank received. May be called once."""
         wait, self._wait = self._wait, None
-        assert wait is not None
-        try:
-            received = wait()
-        except RuntimeError as error:
-            _raise_named(error, self._map)
-        _wait_for_abandoned(self._map.who)
-        return received
+        if wait is None:
+            raise RuntimeError(
+                f"{self._map.title} was waited for before, and that wait has failed or has not ended"
+            )
+        return _wait_for(wait, self._map)
 
     def __del__(self) -> None:
         """Leave it to others; never wait, because nobody knows when this runs.
@@ -103,10 +106,25 @@ class Running:
             self._map.who.abandoned.append(self._wait)
 
 
-def _wait_for_abandoned(who: Members) -> None:
-    while who.abandoned:
+def _start(tensors: Tensors, linear_map: Map, key: int) -> Wait:
+    """Start a map; an error names it."""
+    inputs = tuple([tensor.contiguous().resolve_neg() for tensor in tensors])
+    try:
+        return begin(inputs, linear_map, key)
+    except RuntimeError as error:
+        _raise_named(error, linear_map)
+
+
+def _wait_for(wait: Wait, linear_map: Map) -> Tensors:
+    """Wait for a map, whose errors name it, and for what others have left behind."""
+    try:
+        received = wait()
+    except RuntimeError as error:
+        _raise_named(error, linear_map)
+    while linear_map.who.abandoned:
         with contextlib.suppress(RuntimeError):  # nobody's error any more
-            who.abandoned.pop()()
+            linear_map.who.abandoned.pop()()
+    return received
 
 
 def _raise_named(error: RuntimeError, linear_map: Map) -> NoReturn:
@@ -121,68 +139,104 @@ def _raise_named(error: RuntimeError, linear_map: Map) -> NoReturn:
     ) from error
 
 
-def _begin(tensors: Tensors, linear_map: Map, key: int) -> Wait:
-    inputs = tuple([tensor.contiguous().resolve_neg() for tensor in tensors])
-    if linear_map.needs_others:
-        return choose(inputs, linear_map, key)
-    results = local_result(inputs, linear_map)
-    return lambda: results
-
-
-def choose(inputs: Tensors, linear_map: Map, key: int) -> Wait:
-    """Start a map on contiguous tensors of two ranks or more, by what is best for it."""
-    x, size, kind = inputs[0], linear_map.who.size, linear_map.kind
-    if not ("cpu:gloo" in linear_map.who.backends() and x.is_cpu):
-        return native(inputs, linear_map, key)
-    if kind not in ("broadcast", "all_reduce", "reduce"):
-        return messages.begin(inputs, linear_map, key)
-    is_small = x.nbytes <= messages.SHORT_BYTES and x.nbytes * (size - 1) <= _SENT_BYTES
-    if kind == "broadcast" and not is_small:
-        return _begin_large_broadcast(x, linear_map)
-    # Two ranks exchange as many bytes in a ring, in two rounds.
-    if kind != "broadcast" and size > 2 and not is_small and x.dtype in GLOO_DTYPES:
-        return native(inputs, linear_map, key)
-    return messages.begin(inputs, linear_map, key)
+def begin(tensors: Tensors, linear_map: Map, key: int) -> Wait:
+    """Start a map on contiguous tensors by what is best for it."""
+    x, who, kind = tensors[0], linear_map.who, linear_map.kind
+    if not linear_map.needs_others:
+        results = local_result(tensors, linear_map)
+        return lambda: results
+    if not ("cpu:gloo" in who.backends() and x.is_cpu):
+        return begin_native(tensors, linear_map, key)
+    if kind in ("broadcast", "all_reduce", "reduce"):
+        nbytes = x.nbytes
+        if kind == "broadcast":  # in a graph only the root gives rows
+            nbytes = sum(linear_map.output_splits) * x.shape[1:].numel() * x.itemsize
+        is_small = nbytes <= _SHORT_BYTES and nbytes * (who.size - 1) <= _SENT_BYTES
+        if kind == "broadcast" and not is_small:
+            return _begin_large_broadcast(x, linear_map)
+        # Two ranks exchange as many bytes in a ring, in two rounds.
+        if kind != "broadcast" and who.size > 2 and not is_small and x.dtype in GLOO_DTYPES:
+            return begin_native(tensors, linear_map, key)
+    return begin_messages(tensors, linear_map, key)
 
 
 def local_result(tensors: Tensors, linear_map: Map) -> Tensors:
     """Return the result of a map that needs no other rank, as new tensors."""
-    who = linear_map.who
-    if linear_map.kind == "reduce_scatter":
-        return (linear_map.parts_of(tensors)[who.rank].clone(),)
-    if linear_map.kind == "reduce" and who.rank != linear_map.root:
-        return tuple(torch.zeros_like(x) for x in tensors)
+    if linear_map.kind == "own_part":
+        rank = linear_map.who.rank
+        if not linear_map.input_splits[rank]:
+            return (linear_map.zeros(tensors[0]),)
+        tensors = (linear_map.parts_of(tensors)[rank],)
     return tuple(x.clone() for x in tensors)
+
+
+def begin_messages(tensors: Tensors, linear_map: Map, key: int) -> Wait:
+    """Start a map that sends each rank its part, and adds up, or lines up, what arrives.
+
+    Empty parts are not sent. Receives are posted first if a message is long and may go to another host: with
+    sends first, two hosts took turns on a duplex link (1.9 instead of 1.05 s). On one host a rank that sends
+    after its receive was posted writes the message itself, under a lock for which Gloo's thread spins
+    meanwhile: an exchange of 2 x 4 MiB took 5.0 ms, and 3.3 with sends first.
+    """
+    who, rank = linear_map.who, linear_map.who.rank
+    parts = linear_map.parts_of(tensors)
+    own = parts[rank]
+    adds = linear_map.sums and not linear_map.receives_nothing
+    if adds:
+        places = tuple([own if source == rank else torch.empty_like(own) for source in range(who.size)])
+    else:
+        results, places = linear_map.new_results(tensors[0])
+    group, names = who.group, hash((linear_map.names, hash_of_names(own.dtype), key))
+    sends = [(group.send, parts[target], target) for target in linear_map.targets]
+    receives = [(group.recv, places[source], source) for source in linear_map.sources]
+    receives_first = not who.on_one_host and any(
+        tensor.nbytes > _SHORT_BYTES for _, tensor, _ in sends + receives
+    )
+    works = [
+        start([tensor], peer, _TAG + hash((names, tensor.numel())) % _TAG)
+        for start, tensor, peer in (receives + sends if receives_first else sends + receives)
+        if tensor.numel()
+    ]
+    if not adds and linear_map.output_splits[rank]:
+        places[rank].copy_(own)  # while messages are on their way
+
+    def wait() -> Tensors:
+        # Sends first: two exchanges of 1 MiB between two ranks took 2.5 ms so, and 3.9 the other way round.
+        for work in reversed(works) if receives_first else works:
+            work.wait()
+        # Summed in rank order everywhere, so every rank gets the same bits.
+        return (sum_of_parts(places, rank),) if adds else results
+
+    return wait
 
 
 def _begin_large_broadcast(x: torch.Tensor, linear_map: Map) -> Wait:
     """Start a broadcast of bytes, and check that they fill this rank's tensor, which Gloo does not."""
     who, root = linear_map.who, linear_map.root
-    data = x.flatten().view(torch.uint8)
     is_root = who.rank == root
+    result = x if is_root else linear_map.new_results(x)[0][0]
+    data = result.flatten().view(torch.uint8)
+    marker = torch.frombuffer(bytearray(_UNFILLED), dtype=torch.uint8)
     if not is_root:
-        marker = torch.frombuffer(bytearray(_UNFILLED), dtype=torch.uint8)
-        data = torch.empty_like(data)
         data[-8:] = marker
     work = who.group.broadcast(data, root)
-    copied = x.clone() if is_root else None  # the copy is made while the data is sent
+    if is_root:
+        result = x.clone()  # while the data is sent
 
     def wait() -> Tensors:
         work.wait()
-        if copied is not None:
-            return (copied,)
-        if torch.equal(data[-8:], marker):  # by chance once in 2 ** 64 times
+        if not is_root and torch.equal(data[-8:], marker):  # by chance once in 2 ** 64 times
             raise RuntimeError(f"rank {root} sent less than the {data.numel()} bytes of this rank's tensor")
-        return (data.view(x.dtype).view(x.shape),)
+        return (result,)
 
     return wait
 
 
-def native(tensors: Tensors, linear_map: Map, key: int) -> Wait:  # noqa: ARG001 - as messages.begin
+def begin_native(tensors: Tensors, linear_map: Map, key: int) -> Wait:  # noqa: ARG001 - as begin
     """Start torch's own collective."""
     who = linear_map.who
     if linear_map.kind != "reduce" or tensors[0].dtype not in GLOO_DTYPES:
-        finish = start_traceable(join_parts(tensors), linear_map)
+        finish = start_traceable(join_parts(tensors, linear_map), linear_map)
         return lambda: separate_parts(finish(), linear_map)
     total = tensors[0].clone()
     work = who.group.reduce(total, linear_map.root)
@@ -190,22 +244,24 @@ def native(tensors: Tensors, linear_map: Map, key: int) -> Wait:  # noqa: ARG001
     def wait() -> Tensors:
         work.wait()
         # The other ranks have partial sums, maybe in inference tensors, which cannot be zeroed in place.
-        return (total if who.rank == linear_map.root else torch.zeros_like(total),)
+        return (linear_map.zeros(total) if linear_map.receives_nothing else total,)
 
     return wait
 
 
-def join_parts(tensors: Tensors) -> torch.Tensor:
-    """Return all parts that a map takes in one tensor, along dimension 0."""
-    return concatenate(tensors) if len(tensors) > 1 else tensors[0]
+def join_parts(tensors: Tensors, linear_map: Map) -> torch.Tensor:
+    """Return all parts that this rank sends in one tensor, along dimension 0; empty if it sends nothing."""
+    joined = concatenate(tensors) if len(tensors) > 1 else tensors[0]
+    splits = linear_map.input_splits
+    return joined[:0] if linear_map.rows and splits and not any(splits) else joined
 
 
 def separate_parts(received: torch.Tensor, linear_map: Map) -> Tensors:
-    """Return the results of a map from its joined parts; the reverse of :func:`join_parts`."""
-    if not linear_map.separate_output:
-        return (received,)
-    size = linear_map.who.size
-    return split(received, linear_map.output_splits or (received.shape[0] // size,) * size)
+    """Return the results of a map from what this rank receives in one tensor, or zeros if that is empty."""
+    parts = split(received, linear_map.output_splits) if linear_map.separate_output else (received,)
+    if not linear_map.rows:
+        return parts
+    return tuple([part if part.shape[0] else pad(part, linear_map.rows) for part in parts])
 
 
 def start_traceable(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tensor]:
@@ -215,7 +271,7 @@ def start_traceable(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tens
     """
     if x.dtype in GLOO_DTYPES:
         return _start_of_common_dtype(x, linear_map)
-    if linear_map.kind in ("all_reduce", "reduce", "reduce_scatter"):
+    if linear_map.sums:
         # In a wider dtype, which the backend has; integers wrap around as usual.
         wide = torch.float32 if x.dtype.is_floating_point else torch.int64
         total = _start_of_common_dtype(x.to(wide), linear_map)
@@ -226,18 +282,18 @@ def start_traceable(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tens
 
 
 def _start_of_common_dtype(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tensor]:
-    kind, who, root = linear_map.kind, linear_map.who, linear_map.root
-    # There is no traceable reduce.
-    if kind in ("all_reduce", "reduce"):
+    kind, who = linear_map.kind, linear_map.who
+    if kind == "all_reduce":
+        return start_traceable_collective("all_reduce", x, "sum", who.name)
+    if kind == "reduce":  # there is no traceable one
         total = start_traceable_collective("all_reduce", x, "sum", who.name)
-        if kind == "all_reduce" or who.rank == root:
-            return total
-        return lambda: pad(total().flatten()[:0], x.numel()).view(x.shape)
+        return lambda: total()[:0] if linear_map.receives_nothing else total()
     if kind == "broadcast":
-        return start_traceable_collective("broadcast", x, root, who.name)
+        whole = pad(x, sum(linear_map.output_splits))
+        return start_traceable_collective("broadcast", whole, linear_map.root, who.name)
     if kind == "all_gather":
         return start_traceable_collective("all_gather_into_tensor", x, who.size, who.name)
     if kind == "reduce_scatter":
         return start_traceable_collective("reduce_scatter_tensor", x, "sum", who.size, who.name)
-    sends, receives = linear_map.splits(x.shape[0])
+    sends, receives = list(linear_map.input_splits), list(linear_map.output_splits)
     return start_traceable_collective("all_to_all_single", x, receives, sends, who.name)

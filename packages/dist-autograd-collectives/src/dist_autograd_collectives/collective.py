@@ -12,12 +12,11 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from dist_autograd_collectives import arguments, backend
-from dist_autograd_collectives.comparison import compare, compares, tell
 from dist_autograd_collectives.linear import Flight, linear
-from dist_autograd_collectives.maps import remembered_members
-from dist_autograd_collectives.plans import Call, Plan
+from dist_autograd_collectives.maps import Tensors, members
+from dist_autograd_collectives.participation import compare, compares, tell
+from dist_autograd_collectives.plans import Call, Plan, Step
 from dist_autograd_collectives.transforms import function_transforms_active, is_recorded, outside_transforms
-from dist_utils import resolve_group
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,23 +38,12 @@ def collective(*, fills: str = "") -> Callable[[Callable[P, Plan[T]]], Callable[
     def decorate(function: Callable[P, Plan[T]]) -> Callable[P, T]:
         planner = _Planner(function, fills)
 
-        def make_call(*args: P.args, **kwargs: P.kwargs) -> Call[T]:
-            if not compares():
-                return planner.call(args, kwargs)
-            try:
-                made = planner.call(args, kwargs)
-            except Exception as problem:
-                tell(problem, planner.group_of(args, kwargs))
-                raise
-            compare(made)
-            return made
-
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> T:
-            made = make_call(*args, **kwargs)
-            return _run(made, made.key())
+            call = planner.begin(args, kwargs)
+            return _finish(call, call.tensors, call.plan.steps)
 
-        run.make_call = make_call  # type: ignore[attr-defined]
+        run.planner = planner  # type: ignore[attr-defined]
         result = str(planner.signature.return_annotation).removeprefix("Plan[").removesuffix("]")
         run.__signature__ = planner.signature.replace(return_annotation=result)  # type: ignore[attr-defined]
         return run
@@ -68,105 +56,112 @@ class _Planner(Generic[T]):
 
     def __init__(self, function: Callable[..., Plan[T]], fills: str) -> None:
         self.function, self.signature = function, inspect.signature(function)
-        names = list(self.signature.parameters)
-        kinds = {name: str(self.signature.parameters[name].annotation) for name in names}
-        self._group = names.index("group")
-        self._tensors = [
-            (place, name, "Sequence[torch.Tensor]" in kinds[name], "None" in kinds[name], name == fills)
-            for place, name in enumerate(names)
-            if "torch.Tensor" in kinds[name]
-        ]
-        self._without_key = {self._group, *(place for place, *_ in self._tensors)}
-        self._names_without_key = {names[place] for place in self._without_key}
+        parameters = self.signature.parameters.values()
+        self._positional = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
+        self._tensors = {
+            one.name: ("Sequence" in one.annotation, "None" in one.annotation, one.name == fills)
+            for one in parameters
+            if "torch.Tensor" in one.annotation
+        }
 
-    def group_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return what the caller gave as the group."""
-        return args[self._group] if len(args) > self._group else kwargs.get("group")
+    def named(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return a call's arguments by name, without checking them."""
+        # As many names as arguments: torch.compile of torch 2.6 takes zip to be strict.
+        names = self._positional[: len(args)]
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
+    def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call[T]:
+        """Return the call with these arguments, which all ranks make now; raises if they are wrong."""
+        if not compares():
+            call = self.call(args, kwargs)
+        else:
+            try:
+                call = self.call(args, kwargs)
+            except Exception as problem:
+                tell(problem, self.named(args, kwargs).get("group"))
+                raise
+            compare(call)
+        call.take_key()
+        return call
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call[T]:
         """Return the call with these arguments; raises if they are wrong."""
+        given = self.named(args, kwargs)
+        if len(given) < len(args) + len(kwargs):
+            self.signature.bind(*args, **kwargs)  # raises: there is one too many, or one is given twice
         recorded = is_recorded()
         traced = recorded or function_transforms_active()
-        given: dict[str, Any] = {}
         inputs: list[torch.Tensor] = []
         buffers: list[torch.Tensor] = []
-        for place, name, is_list, may_miss, is_buffer in self._tensors:
-            value = args[place] if place < len(args) else kwargs.get(name)
+        for name, (is_list, may_miss, is_buffer) in self._tensors.items():
+            value = given.get(name)
             if value is None and may_miss:
                 continue
-            into = buffers if is_buffer else inputs
-            if is_list:
-                given[name] = arguments.check_tensors(name, value)
-                into.extend(given[name])
-            else:
-                given[name] = arguments.check_tensor(name, value)
-                into.append(given[name])
+            found = arguments.check_tensors(name, value) if is_list else [arguments.check_tensor(name, value)]
+            (buffers if is_buffer else inputs).extend(found)
+            given[name] = found if is_list else found[0]
         for tensor in buffers:
             arguments.check_places(tensor)
         if not traced:
             arguments.check_memory(inputs)
         # Symbolic shapes, in a graph that is recorded, have no hash.
-        plan = self.function(*args, **kwargs) if recorded else self._plan(args, kwargs, given)
-        if plan.question is not None:
+        plan = self.function(**given) if recorded else self._plan(given)
+        if plan.question:
             asked = Call(plan, tuple(inputs), (), recorded, traced)
-            return self.call(args, {**kwargs, plan.question.argument: _ask(asked, plan.question.lengths)})
+            return self.call((), {**given, plan.question: _ask(asked)})
         return Call(plan, tuple(inputs), tuple(buffers), recorded, traced)
 
-    def _plan(self, args: Sequence[Any], kwargs: dict[str, Any], given: dict[str, Any]) -> Plan[T]:
-        """Return the plan of an earlier call, or make it."""
-        plans = remembered_members(resolve_group(self.group_of(args, kwargs))).plans
+    def _plan(self, given: dict[str, Any]) -> Plan[T]:
+        """Return the plan of an earlier call with such arguments, or make it."""
+        plans = members(given.get("group")).plans
+        found: list[Any] = [self.function]
         try:
-            found = [self.function, *given, *map(_form, given.values())]
-            for place, value in enumerate(args):
-                if place not in self._without_key:
-                    found.append(_exact(value))
-            for name, value in kwargs.items():
-                # The name alone tells an argument that is given twice, which no function takes.
-                found.append(name if name in self._names_without_key else (name, _exact(value)))
+            for name, value in given.items():
+                if name != "group":
+                    found.append((name, _form(value) if name in self._tensors else _exact(value)))
             key = tuple(found)
             plan: Plan[T] | None = plans.get(key)
         except TypeError:  # an argument has no hash
-            key, plan = (), None
+            return self.function(**given)
         if plan is None:
-            plan = self.function(**{**self.signature.bind(*args, **kwargs).arguments, **given})
+            plan = self.function(**given)
             if len(plans) >= _MOST_PLANS:
                 plans.clear()
-            if key:
-                plans[key] = plan
+            plans[key] = plan
         return plan
 
 
 def _form(value: Any) -> tuple[Any, ...]:
     """Return what plans depend on of a tensor, or of each in a list."""
     if isinstance(value, list):
-        return tuple([(tensor.shape, tensor.dtype, tensor.device) for tensor in value])
-    return value.shape, value.dtype, value.device
+        return tuple(map(_form, value))
+    return () if value is None else (value.shape, value.dtype, value.device)
 
 
 def _exact(value: Any) -> tuple[Any, ...]:
     """Return what only an equal argument of the same type has: 1, 1.0 and True are equal."""
     if isinstance(value, (list, tuple)):
-        return tuple(value), *map(type, value)
+        return tuple(map(_exact, value))
     if isinstance(value, torch.Tensor):  # equal to itself, after it was changed, too
         raise TypeError
     return type(value), value
 
 
-def _run(call: Call[T], key: int) -> T:
-    """Run the steps of a call."""
-    received = call.tensors
-    for prepare, linear_map in call.plan.steps:
-        received = linear(prepare(received), linear_map, key, is_traced=call.is_traced)
+def _finish(call: Call[T], received: Tensors, steps: Sequence[Step]) -> T:
+    """Run these steps of a call on what the step before gave; return the result."""
+    for prepare, linear_map in steps:
+        received = linear(prepare(received), linear_map, call.key, is_traced=call.is_traced)
     return call.result(received)
 
 
-def _ask(call: Call[Any], lengths: Sequence[int]) -> tuple[int, ...]:
+def _ask(call: Call[Any]) -> tuple[int, ...]:
     """Send each rank a length, and return those that they send to this one."""
     if compares():
         compare(call)
+    call.take_key()
     with outside_transforms():  # nobody differentiates or records them
-        own = torch.tensor(lengths, dtype=torch.int64, device=call.tensors[0].device)
-        (received,) = backend.run((own,), call.plan.steps[0].map, call.key())
+        own = torch.tensor(call.plan.answer, dtype=torch.int64, device=call.tensors[0].device)
+        (received,) = backend.run((own,), call.plan.steps[0].map, call.key)
     return tuple(received.tolist())
 
 
@@ -174,16 +169,16 @@ class Handle(Generic[T]):
     """A running collective, returned by :func:`start`."""
 
     def __init__(self, call: Call[T]) -> None:
-        self._call, self._key = call, call.key()
+        self._call = call
         self._result: list[T] = []
         self._with_gradients = torch.is_grad_enabled()
         self._loses_gradients = not self._with_gradients and any(x.requires_grad for x in call.tensors)
         if call.is_traced:
-            self._result.append(_run(call, self._key))
+            self._result.append(_finish(call, call.tensors, call.plan.steps))
             return
         self._lock = threading.RLock()
         prepare, linear_map = call.plan.steps[0]
-        self._flight = Flight(linear_map, self._key)
+        self._flight = Flight(linear_map, call.key)
         self._token = self._flight.launch(prepare(call.tensors))
         call.tensors = ()  # not kept as long as the handle
 
@@ -219,10 +214,7 @@ class Handle(Generic[T]):
             torch.set_grad_enabled(self._with_gradients),
             saved_tensors_hooks(_same, _same),
         ):
-            received = self._flight.arrive(self._token)
-            for prepare, linear_map in self._call.plan.steps[1:]:
-                received = linear(prepare(received), linear_map, self._key, is_traced=False)
-            return self._call.result(received)
+            return _finish(self._call, self._flight.arrive(self._token), self._call.plan.steps[1:])
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -260,7 +252,7 @@ def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle
         >>> queries = project(x)  # while the keys are sent # doctest: +SKIP
         >>> keys = handle.wait()  # doctest: +SKIP
     """
-    make_call: Any = getattr(function, "make_call", None)
-    if make_call is None:
+    planner: Any = getattr(function, "planner", None)
+    if planner is None:
         raise TypeError(f"start takes a collective of this package, got {function!r}")
-    return Handle(make_call(*args, **kwargs))
+    return Handle(planner.begin(args, kwargs))

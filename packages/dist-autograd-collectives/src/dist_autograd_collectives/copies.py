@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from dist_autograd_collectives import arguments
+from dist_autograd_collectives import arguments, rows
 from dist_autograd_collectives.arguments import Sizes
 from dist_autograd_collectives.collective import collective
 from dist_autograd_collectives.maps import Convention, Tensors, members
-from dist_autograd_collectives.parts import as_rows, concatenate, of_shape, pad
-from dist_autograd_collectives.plans import Plan, as_given, first
+from dist_autograd_collectives.plans import Plan
 from dist_utils import GroupLike
 
 
@@ -46,20 +45,16 @@ def broadcast(
     Source:
         ``torch.distributed.nn.functional.broadcast``; torch's functional collectives have no gradient here.
     """
-    who = members(group)
+    who, shape = members(group), tensor.shape
     root = arguments.root_in_group(who, src, group_src, "src")
     plan: Plan[Any] = Plan("broadcast", who, [tensor], f" from {root}", grad=grad)
-    plan.map("broadcast", as_given, root=root)
-    return plan.returning(first)
+    length = rows.count(shape)
+    plan.map("broadcast", rows.as_rows, *who.from_root(root, length), length)
+    return plan.returning(lambda received: rows.of_shape(received[0], shape))
 
 
 @collective()
-def all_gather(
-    tensor: torch.Tensor,
-    group: GroupLike = None,
-    *,
-    grad: Convention = "sum",
-) -> Plan[Tensors]:
+def all_gather(tensor: torch.Tensor, group: GroupLike = None, *, grad: Convention = "sum") -> Plan[Tensors]:
     """Give every rank all ranks' tensors, in rank order.
 
     Gradient of rank r: sum over s of the cotangent that rank s has for entry r; with
@@ -76,10 +71,10 @@ def all_gather(
     Source:
         ``torch.distributed.nn.functional.all_gather``.
     """
-    shape = tensor.shape
-    plan: Plan[Any] = Plan("all_gather", members(group), [tensor], grad=grad)
-    plan.map("all_gather", as_rows, separate_output=True)
-    return plan.returning(lambda received: tuple([of_shape(part, shape) for part in received]))
+    who, shape = members(group), tensor.shape
+    plan: Plan[Any] = Plan("all_gather", who, [tensor], grad=grad)
+    plan.map("all_gather", rows.as_rows, (), (rows.count(shape),) * who.size, separate_output=True)
+    return plan.returning(lambda received: tuple([rows.of_shape(part, shape) for part in received]))
 
 
 @collective(fills="output_tensor")
@@ -115,17 +110,13 @@ def all_gather_base(
             f"{input_tensor.numel()} each"
         )
     plan: Plan[Any] = Plan("all_gather_base", who, [input_tensor], grad=grad)
-    plan.map("all_gather", as_rows)
-    return plan.returning(lambda received: of_shape(received[0], shape))
+    plan.map("all_gather", rows.as_rows, (), (rows.count(input_tensor.shape),) * who.size)
+    return plan.returning(lambda received: rows.of_shape(received[0], shape))
 
 
 @collective()
 def gather(
-    tensor: torch.Tensor,
-    dst: int | None = None,
-    group: GroupLike = None,
-    *,
-    group_dst: int | None = None,
+    tensor: torch.Tensor, dst: int | None = None, group: GroupLike = None, *, group_dst: int | None = None
 ) -> Plan[Tensors]:
     """Give rank ``dst`` all ranks' tensors, in rank order; the others get zeros.
 
@@ -145,14 +136,13 @@ def gather(
         ``torch.distributed.nn.functional.gather``.
     """
     who, shape = members(group), tensor.shape
-    rows = shape[0] if shape else 1
     dst = 0 if dst is None and group_dst is None else dst
     root = arguments.root_in_group(who, dst, group_dst, "dst")
-    outgoing = tuple(rows if rank == root else 0 for rank in range(who.size))
-    incoming = (rows if who.rank == root else 0,) * who.size
     plan: Plan[Any] = Plan("gather", who, [tensor], f" to {root}")
-    plan.map("exchange", as_rows, input_splits=outgoing, output_splits=incoming, separate_output=True)
-    return plan.returning(lambda received: tuple([of_shape(pad(part, rows), shape) for part in received]))
+    length = rows.count(shape)
+    incoming, outgoing = who.from_root(root, length)  # the other way round
+    plan.map("exchange", rows.as_rows, outgoing, incoming, length, separate_output=True)
+    return plan.returning(lambda received: tuple([rows.of_shape(part, shape) for part in received]))
 
 
 @collective()
@@ -191,24 +181,18 @@ def scatter(
     root = arguments.root_in_group(who, src, group_src, "src")
     is_root = who.rank == root
     if tensors is not None:
-        arguments.check_one_for_each("tensors", tensors, who, like=like)
+        arguments.check_alike("tensors", tensors, who.size)
+        like = tensors[0] if like is None else like
+        arguments.check_buffer("like", like, tensors[0], shape=True)
     elif like is None or is_root:
         raise ValueError(f"the source needs a list of {who.size} tensors, other ranks a list or like=")
-    one = like if tensors is None else tensors[0]
-    assert one is not None
-    shape = one.shape
-    rows = shape[0] if shape else 1
-
-    def parts(given: Tensors) -> Tensors:
-        # What a receiver gives is part of the graph, too: its gradient is zeros, not None.
-        entries = as_rows(given[:count] if count else given)
-        return entries if is_root else tuple([entry[:0] for entry in entries])
-
-    outgoing = (rows if is_root else 0,) * who.size
-    incoming = tuple(rows if rank == root else 0 for rank in range(who.size))
-    plan: Plan[Any] = Plan("scatter", who, [one], f" from {root}")
-    plan.map("exchange", parts, input_splits=outgoing, output_splits=incoming, separate_input=count > 0)
-    return plan.returning(lambda received: of_shape(pad(received[0], rows), shape))
+    shape = like.shape
+    length = rows.count(shape)
+    plan: Plan[Any] = Plan("scatter", who, [like], f" from {root}")
+    # What a receiver gives is part of the graph, too; without a list that is all that is given.
+    own = lambda given: rows.as_rows(given[: count or 1])  # noqa: E731
+    plan.map("exchange", own, *who.from_root(root, length), length, separate_input=count > 0)
+    return plan.returning(lambda received: rows.of_shape(received[0], shape))
 
 
 @collective()
@@ -260,13 +244,14 @@ def all_gather_cat(
     longest, is_even = max(lengths), sizes is None
     terms, uneven = f", {dim}, {sizes if is_even else list(lengths)}", None if is_even else dim
     plan: Plan[Any] = Plan(title, who, [tensor], terms, grad=grad, uneven_dim=uneven)
-    plan.map("all_gather", lambda given: (pad(given[0].movedim(dim, 0), longest),))
+    padded = lambda given: (rows.pad(given[0].movedim(dim, 0), longest),)  # noqa: E731
+    plan.map("all_gather", padded, (), (longest,) * who.size)
 
     def unpad(received: Tensors) -> torch.Tensor:
         (whole,) = received
         if not is_even:
             parts = whole.view(who.size, longest, *whole.shape[1:]).unbind(0)
-            whole = concatenate([part[:length] for part, length in zip(parts, lengths, strict=True)])
+            whole = rows.concatenate([part[:length] for part, length in zip(parts, lengths, strict=True)])
         return whole.movedim(0, dim)
 
     return plan.returning(unpad)
@@ -274,11 +259,7 @@ def all_gather_cat(
 
 @collective()
 def all_gather_stack(
-    tensor: torch.Tensor,
-    dim: int = 0,
-    *,
-    group: GroupLike = None,
-    grad: Convention = "sum",
+    tensor: torch.Tensor, dim: int = 0, *, group: GroupLike = None, grad: Convention = "sum"
 ) -> Plan[torch.Tensor]:
     """Give every rank all ranks' tensors, stacked along a new dimension in rank order.
 
@@ -301,7 +282,7 @@ def all_gather_stack(
     Source:
         ``torch.stack`` of ``torch.distributed.nn.functional.all_gather``, with one copy less.
     """
-    dim = arguments.dimension(tensor.ndim + 1, dim)
-    plan: Plan[Any] = Plan("all_gather_stack", members(group), [tensor], f", {dim}", grad=grad)
-    plan.map("all_gather", lambda given: (given[0].unsqueeze(0),))
+    who, dim = members(group), arguments.dimension(tensor.ndim + 1, dim)
+    plan: Plan[Any] = Plan("all_gather_stack", who, [tensor], f", {dim}", grad=grad)
+    plan.map("all_gather", lambda given: (given[0].unsqueeze(0),), (), (1,) * who.size)
     return plan.returning(lambda received: received[0].movedim(0, dim))

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from dist_autograd_collectives import arguments
+from dist_autograd_collectives import arguments, rows
 from dist_autograd_collectives.arguments import Sizes
 from dist_autograd_collectives.collective import collective
 from dist_autograd_collectives.maps import Tensors, members
-from dist_autograd_collectives.parts import as_rows, concatenate, flatten_each, of_shape, pad
 from dist_autograd_collectives.plans import Plan, as_given, first
 from dist_utils import GroupLike
 
@@ -42,24 +41,15 @@ def all_to_all(
         ``torch.distributed.nn.functional.all_to_all``.
     """
     who = members(group)
-    arguments.check_one_kind("output_tensor_list", output_tensor_list, who.size)
-    arguments.check_one_kind("input_tensor_list", input_tensor_list, who.size)
+    arguments.check_alike("output_tensor_list", output_tensor_list, who.size, shapes=False)
+    arguments.check_alike("input_tensor_list", input_tensor_list, who.size, shapes=False)
     arguments.check_buffer("output_tensor_list", output_tensor_list[0], input_tensor_list[0])
     outgoing = tuple(entry.numel() for entry in input_tensor_list)
     incoming = tuple(entry.numel() for entry in output_tensor_list)
     shapes = [entry.shape for entry in output_tensor_list]
     plan: Plan[Any] = Plan("all_to_all", who, input_tensor_list, shapes=[(-1,)], splits=(outgoing, incoming))
-    plan.map(
-        "exchange",
-        flatten_each,
-        input_splits=outgoing,
-        output_splits=incoming,
-        separate_input=True,
-        separate_output=True,
-    )
-    return plan.returning(
-        lambda received: tuple([of_shape(part, shape) for part, shape in zip(received, shapes, strict=True)])
-    )
+    plan.map("exchange", rows.flatten_each, outgoing, incoming, separate_input=True, separate_output=True)
+    return plan.returning(lambda received: tuple(map(rows.of_shape, received, shapes)))
 
 
 @collective(fills="output")
@@ -101,7 +91,7 @@ def all_to_all_single(
     outgoing = arguments.split_sizes("input_split_sizes", input.shape[0], input_split_sizes, who)
     incoming = arguments.split_sizes("output_split_sizes", output.shape[0], output_split_sizes, who)
     plan: Plan[Any] = Plan("all_to_all_single", who, [input], uneven_dim=0, splits=(outgoing, incoming))
-    plan.map("exchange", as_given, input_splits=outgoing, output_splits=incoming)
+    plan.map("exchange", as_given, outgoing, incoming)
     return plan.returning(first)
 
 
@@ -161,29 +151,21 @@ def all_to_all_dim(
     outgoing = tuple(length * math.prod(shape[1:]) for length in lengths)
     incoming = tuple(math.prod(shape) for shape in shapes)
     plan: Plan[Any] = Plan(title, who, [tensor], terms, uneven_dim=cat_dim, splits=(outgoing, incoming))
-    plan.map(
-        "exchange",
-        lambda given: (given[0].movedim(split_dim, 0).flatten(),),
-        input_splits=outgoing,
-        output_splits=incoming,
-    )
+    plan.map("exchange", lambda given: (given[0].movedim(split_dim, 0).flatten(),), outgoing, incoming)
 
     def join(received: Tensors) -> torch.Tensor:
         (flat,) = received
         if not place:
             return flat.view(sum(arriving), *kept[1:]).movedim(0, split_dim)
         parts = zip(torch.split(flat, list(incoming)), shapes, strict=True)
-        return concatenate([part.view(one).movedim(0, split_dim) for part, one in parts], cat_dim)
+        return rows.concatenate([part.view(one).movedim(0, split_dim) for part, one in parts], cat_dim)
 
     return plan.returning(join)
 
 
 @collective()
 def permute(
-    tensor: torch.Tensor,
-    perm: Sequence[tuple[int, int]],
-    *,
-    group: GroupLike = None,
+    tensor: torch.Tensor, perm: Sequence[tuple[int, int]], *, group: GroupLike = None
 ) -> Plan[torch.Tensor]:
     """Send this rank's tensor to another rank and receive another's.
 
@@ -214,24 +196,16 @@ def permute(
         >>> left_neighbors = permute(keys, ring)  # doctest: +SKIP
     """
     who, shape, pairs = members(group), tensor.shape, _pairs(perm)
-    rows = shape[0] if shape else 1
     for what, ranks in zip(("source", "destination"), zip(*pairs, strict=True), strict=False):
         if len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < who.size:
             raise ValueError(
                 f"each {what} in perm must be another rank from 0 to {who.size - 1}, got {pairs}"
             )
     to, source = dict(pairs).get(who.rank), {there: here for here, there in pairs}.get(who.rank)
-    outgoing = tuple(rows if rank == to else 0 for rank in range(who.size))
-    incoming = tuple(rows if rank == source else 0 for rank in range(who.size))
-
-    def part(given: Tensors) -> Tensors:
-        (whole,) = as_rows(given)
-        # A rank that sends nothing takes part in backward, too.
-        return (whole if to is not None else whole[:0],)
-
+    length = rows.count(shape)
     plan: Plan[Any] = Plan("permute", who, [tensor], f" {pairs}")
-    plan.map("exchange", part, input_splits=outgoing, output_splits=incoming)
-    return plan.returning(lambda received: of_shape(pad(received[0], rows), shape))
+    plan.map("exchange", rows.as_rows, who.only(to, length), who.only(source, length), length)
+    return plan.returning(lambda received: rows.of_shape(received[0], shape))
 
 
 def _pairs(perm: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

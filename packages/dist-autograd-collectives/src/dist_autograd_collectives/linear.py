@@ -35,12 +35,6 @@ def linear(tensors: Tensors, linear_map: Map, key: int, *, is_traced: bool) -> T
     return results
 
 
-def _run(tensors: Tensors, linear_map: Map, key: int) -> Tensors:
-    """Apply a map, unseen by autograd."""
-    with profiler_range(linear_map.range_name):
-        return backend.run(tensors, linear_map, key)
-
-
 _SAVED = torch.empty(0)
 """Saved for backward instead of a value, of which none is needed: a checkpoint reruns only what precedes the
 last saved tensor, and if ranks saved different ones, not all of them would come back to the collective."""
@@ -61,7 +55,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, linear_map: Map, key: int, *tensors: torch.Tensor) -> Tensors:
         ctx.map, ctx.key = linear_map, key
         ctx.save_for_backward(_SAVED)
-        return _run(tensors, linear_map, key)
+        return backend.run(tensors, linear_map, key)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
@@ -71,7 +65,7 @@ class _Linear(torch.autograd.Function):
         traced = is_traced()
         if traced or torch.is_grad_enabled() or in_forward_mode() or has_batch(cotangents):
             return None, None, *linear(cotangents, transposed, ctx.key, is_traced=traced)
-        return None, None, *_run(cotangents, transposed, ctx.key)
+        return None, None, *backend.run(cotangents, transposed, ctx.key)
 
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> Tensors:
@@ -89,8 +83,8 @@ class Flight:
     def __init__(self, linear_map: Map, key: int) -> None:
         self.map, self.key = linear_map, key
         self.backwards: dict[int, Flight] = {}  # by the backward pass that they belong to
-        self.running: list[Running] = []
-        """What runs: one, until it is waited for. Its result is not kept as long as the graph."""
+        self.running: Running
+        """What runs, until it is waited for. Its result is not kept as long as the graph."""
         self._traced: Tensors | None = None
         """The results, if something transforms or records them: nothing is in flight then."""
 
@@ -117,7 +111,7 @@ class _Launch(torch.autograd.Function):
         ctx.flight = flight
         ctx.save_for_backward(_SAVED)
         with profiler_range(flight.map.range_name + ":start"):
-            flight.running.append(Running(tensors, flight.map, flight.key))
+            flight.running = Running(tensors, flight.map, flight.key)
         return tensors[0].new_empty(0)
 
     @staticmethod
@@ -132,13 +126,7 @@ class _Arrive(torch.autograd.Function):
     def forward(ctx: Any, flight: Flight, token: torch.Tensor) -> Tensors:  # noqa: ARG004 - for autograd
         ctx.flight = flight
         with profiler_range(flight.map.range_name + ":wait"):
-            try:
-                running = flight.running.pop()
-            except IndexError:
-                raise RuntimeError(
-                    f"{flight.map.title} was waited for before, and that wait has failed or has not ended"
-                ) from None
-            return running.wait()
+            return flight.running.wait()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:

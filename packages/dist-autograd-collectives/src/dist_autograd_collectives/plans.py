@@ -9,8 +9,16 @@ from zlib import crc32
 import torch
 
 from dist_autograd_collectives.arguments import check_own_part, fill
-from dist_autograd_collectives.maps import Kind, Map, Members, Tensors, hash_of_names
-from dist_autograd_collectives.parts import as_complex, as_real
+from dist_autograd_collectives.maps import (
+    TRANSPOSES,
+    Convention,
+    Kind,
+    Map,
+    Members,
+    Tensors,
+    hash_of_names,
+)
+from dist_autograd_collectives.rows import as_complex, as_real
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -24,18 +32,6 @@ class Step(NamedTuple):
 
     prepare: Compute
     map: Map
-
-
-class Question(NamedTuple):
-    """Lengths that a plan still needs from the other ranks.
-
-    Attributes:
-        argument: The argument that stands for them.
-        lengths: What this rank tells each rank.
-    """
-
-    argument: str
-    lengths: Sequence[int]
 
 
 class Plan(Generic[T]):
@@ -53,10 +49,16 @@ class Plan(Generic[T]):
         shapes: The shapes that must be equal on all ranks, if not those of all tensors.
         uneven_dim: A dimension of theirs whose length may differ.
         splits: How many rows this rank sends to each rank, and how many it expects.
+
+    Attributes:
+        finish: Makes the result of what the last map gives.
+        question: An argument, which stands for lengths that this plan still needs from the other ranks.
+        answer: The lengths that this rank tells each rank for that.
     """
 
     finish: Callable[[Tensors], T]
-    question: Question | None = None
+    question = ""
+    answer: Sequence[int] = ()
 
     def __init__(
         self,
@@ -65,12 +67,12 @@ class Plan(Generic[T]):
         tensors: Sequence[torch.Tensor],
         terms: str = "",
         *,
-        grad: str = "",
+        grad: Convention | None = None,
         shapes: Sequence[Sequence[int]] | None = None,
         uneven_dim: int | None = None,
         splits: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> None:
-        if grad not in ("", "sum", "replicated"):
+        if grad not in (None, *TRANSPOSES):
             raise ValueError(f"grad must be 'sum' or 'replicated', got {grad!r}")
         if splits is not None:
             check_own_part(*splits, who)
@@ -80,15 +82,22 @@ class Plan(Generic[T]):
         found = [tuple(shape) for shape in shapes or [tensor.shape for tensor in tensors]]
         if uneven_dim is not None:
             found = [(*shape[:uneven_dim], -1, *shape[uneven_dim + 1 :]) for shape in found]
-        self.shapes, self._dtype, self._grad = found, tensors[0].dtype, grad
+        self.shapes, self._dtype, self._transposes = found, tensors[0].dtype, TRANSPOSES[grad or "sum"]
         self._key_base: int | None = None
 
-    def map(self, kind: Kind, prepare: Compute, **details: Any) -> None:
-        """Append a step; complex tensors go as real and imaginary parts."""
-        details = {"replicated": self._grad == "replicated", **details}
+    def map(self, kind: Kind, prepare: Compute, *lengths: Any, **separate: Any) -> None:
+        """Append a step; complex tensors go as real and imaginary parts.
+
+        Args:
+            kind: The kind of its map.
+            prepare: Computes what the map takes.
+            lengths: The map's ``input_splits``, ``output_splits`` and ``rows``, as far as they matter.
+            separate: Its ``separate_input`` and ``separate_output``.
+        """
         if self._dtype.is_complex:
             prepare = _in_real(prepare, first=not self.steps)
-        self.steps.append(Step(prepare, Map(kind, self.title, self.who, **details)))
+        transpose = self._transposes[kind]
+        self.steps.append(Step(prepare, Map(kind, transpose, self.title, self.who, 0, *lengths, **separate)))
 
     def returning(self, finish: Callable[[Tensors], R]) -> Plan[R]:
         """Return the plan, with what makes the result of what the last map gives."""
@@ -98,8 +107,10 @@ class Plan(Generic[T]):
 
     def asking(self, argument: str, lengths: Sequence[int]) -> Plan[Any]:
         """Return the plan of a call that first asks the other ranks for lengths."""
-        self.question = Question(argument, lengths)
-        self.steps = [Step(as_given, Map("exchange", f"{self.title} (sizes)", self.who))]
+        self.question, self.answer = argument, lengths
+        one_each = (1,) * self.who.size
+        exchange = Map("exchange", "exchange", f"{self.title} (sizes)", self.who, 0, one_each, one_each)
+        self.steps = [Step(as_given, exchange)]
         return self
 
     def next_key(self) -> int:
@@ -140,7 +151,10 @@ class Call(Generic[T]):
         buffers: Where the caller wants the results, too.
         is_recorded: Whether it becomes part of a graph, of ``torch.compile`` or ``make_fx``.
         is_traced: Whether something records or transforms it.
+        key: What tells its messages from those of the group's other calls.
     """
+
+    key = 0
 
     def __init__(
         self, plan: Plan[T], tensors: Tensors, buffers: Tensors, is_recorded: bool, is_traced: bool
@@ -148,11 +162,12 @@ class Call(Generic[T]):
         self.plan, self.tensors, self.buffers = plan, tensors, buffers
         self.is_recorded, self.is_traced = is_recorded, is_traced
 
-    def key(self) -> int:
-        """Return what tells its messages from those of others; to be asked once a call, by all ranks."""
+    def take_key(self) -> None:
+        """Take what tells its messages from those of others; to be done once a call, by all ranks."""
         if not self.is_recorded:
-            return self.plan.next_key()
-        return 0 if torch.compiler.is_compiling() else hash((self.plan.who.next_call(), 0))
+            self.key = self.plan.next_key()
+        elif not torch.compiler.is_compiling():
+            self.key = hash((self.plan.who.next_call(), 0))
 
     def result(self, received: Tensors) -> T:
         """Return the result, which is also copied into the buffers."""

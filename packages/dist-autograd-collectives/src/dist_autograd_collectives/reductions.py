@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -112,16 +113,28 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize == 1 else dtype
 
 
-def sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return the sum over dimension 0, in the dtype of ``rows``."""
-    wide = wide_dtype(rows.dtype)
-    return rows.to(wide).sum(0, dtype=wide).to(rows.dtype)
+def sum_of_parts(parts: Sequence[torch.Tensor], own: int) -> torch.Tensor:
+    """Return the sum of all ranks' parts in rank order, unseen by autograd.
+
+    Args:
+        parts: Two or more. All but this rank's own are overwritten. More than two of 16 bits are added in
+            fp32.
+        own: The place of this rank's.
+    """
+    dtype = parts[0].dtype
+    wide = _dtype_of_sums(dtype, len(parts))
+    if wide != dtype:
+        parts = [part.to(wide) for part in parts]
+    # The first two in either order are one sum: added up in memory of another rank's part.
+    total, *others = parts if own else (parts[1], parts[0], *parts[2:])
+    if total.is_inference() and not torch.is_inference_mode_enabled():  # the mode has ended since
+        total = total.clone()
+    for part in others:
+        total.add_(part)
+    return total if wide == dtype else total.to(dtype)
 
 
-def sum_of_two(first: torch.Tensor, second: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Return the sum of two tensors, unseen by autograd, in memory that may be one of theirs."""
-    if wide_dtype(first.dtype) != first.dtype:
-        return sum_of_rows(torch.stack((first, second)))
-    if into.is_inference():  # inference mode may have ended since
-        return first + second
-    return torch.add(first, second, out=into)
+@functools.cache
+def _dtype_of_sums(dtype: torch.dtype, count: int) -> torch.dtype:
+    short = dtype.is_floating_point and dtype.itemsize < 4 and count > 2
+    return torch.float32 if short else wide_dtype(dtype)

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
 
-from dist_autograd_collectives import arguments
+from dist_autograd_collectives import arguments, rows
 from dist_autograd_collectives.collective import collective
-from dist_autograd_collectives.maps import Convention, Tensors, members
-from dist_autograd_collectives.parts import (
-    as_rows,
-    concatenate,
-    flatten_all,
-    flatten_each,
-    of_shape,
-    pad,
-    views_of_shapes,
-)
+from dist_autograd_collectives.maps import Convention, Kind, Tensors, members
 from dist_autograd_collectives.plans import Compute, Plan, as_given, first
 from dist_autograd_collectives.reductions import ReduceOperation, Reduction
 from dist_utils import GroupLike
-
-T = TypeVar("T")
 
 
 @collective()
@@ -75,7 +65,8 @@ def all_reduce(
     who, shape = members(group), tensor.shape
     reduction = Reduction.parse(op, tensor.dtype, who.size)
     plan: Plan[Any] = Plan(f"all_reduce({reduction.name})", who, [tensor], grad=grad)
-    return _reduce_for_all(plan, reduction, tensor.numel(), first, lambda total: of_shape(total, shape))
+    reduce_all = _reduce_for_all(plan, reduction, first, tensor.numel())
+    return plan.returning(lambda received: rows.of_shape(reduce_all(received), shape))
 
 
 @collective()
@@ -110,24 +101,13 @@ def reduce(
     Source:
         ``torch.distributed.nn.functional.reduce``, whose gradient ignores ``op``.
     """
-    who, shape, length = members(group), tensor.shape, tensor.numel()
+    who, shape = members(group), tensor.shape
     root = arguments.root_in_group(who, dst, group_dst, "dst")
     reduction = Reduction.parse(op, tensor.dtype, who.size)
     plan: Plan[Any] = Plan(f"reduce({reduction.name})", who, [tensor], f" to {root}")
-    if reduction.is_sum:
-        plan.map("reduce", lambda given: (reduction.summand(given[0]),), root=root)
-        return plan.returning(lambda received: reduction.result(received[0]))
-    is_root = who.rank == root
-    outgoing = tuple(length if rank == root else 0 for rank in range(who.size))
-    incoming = (length if is_root else 0,) * who.size
-    plan.map("exchange", flatten_each, input_splits=outgoing, output_splits=incoming)
-
-    def reduce_rows(received: Tensors) -> torch.Tensor:
-        (rows,) = received
-        total = reduction.reduce(rows.view(who.size, length)) if is_root else pad(rows, length)
-        return total.view(shape)
-
-    return plan.returning(reduce_rows)
+    lengths = who.only(root, rows.count(shape))
+    reduce_part = _reduce_for_each(plan, reduction, rows.as_rows, lengths, root=root)
+    return plan.returning(lambda received: rows.of_shape(reduce_part(received), shape))
 
 
 @collective(fills="output")
@@ -158,12 +138,13 @@ def reduce_scatter(
         ``torch.distributed.nn.functional.reduce_scatter``, whose gradient ignores ``op``.
     """
     who, shape = members(group), output.shape
-    rows = shape[0] if shape else 1
-    arguments.check_one_for_each("input_list", input_list, who, like=output)
+    arguments.check_alike("input_list", input_list, who.size)
+    arguments.check_buffer("output", output, input_list[0], shape=True)
     reduction = Reduction.parse(op, output.dtype, who.size)
     plan: Plan[Any] = Plan(f"reduce_scatter({reduction.name})", who, input_list)
-    reduce_parts = _reduce_for_each(plan, reduction, as_rows, rows, separate=True)
-    return plan.returning(lambda received: of_shape(reduce_parts(received), shape))
+    lengths = (rows.count(shape),) * who.size
+    reduce_part = _reduce_for_each(plan, reduction, rows.as_rows, lengths, separate=True)
+    return plan.returning(lambda received: rows.of_shape(reduce_part(received), shape))
 
 
 @collective()
@@ -208,24 +189,20 @@ def reduce_scatter_dim(
     is_even = min(lengths) == longest
 
     def parts(given: Tensors) -> Tensors:
-        rows = given[0].movedim(dim, 0)
+        moved = given[0].movedim(dim, 0)
         if is_even:
-            return (rows,)
-        return (concatenate([pad(part, longest) for part in torch.split(rows, list(lengths))]),)
+            return (moved,)
+        return (rows.concatenate([rows.pad(part, longest) for part in torch.split(moved, list(lengths))]),)
 
     plan: Plan[Any] = Plan(
         f"reduce_scatter_dim({reduction.name})", who, [tensor], f", {dim}, {list(lengths)}"
     )
-    reduce_parts = _reduce_for_each(plan, reduction, parts, longest)
-    return plan.returning(lambda received: reduce_parts(received)[:mine].movedim(0, dim))
+    reduce_part = _reduce_for_each(plan, reduction, parts, (longest,) * who.size)
+    return plan.returning(lambda received: reduce_part(received)[:mine].movedim(0, dim))
 
 
 @collective()
-def copy_to_group(
-    tensor: torch.Tensor,
-    *,
-    group: GroupLike = None,
-) -> Plan[torch.Tensor]:
+def copy_to_group(tensor: torch.Tensor, *, group: GroupLike = None) -> Plan[torch.Tensor]:
     """Return a copy, whose gradient is summed over the ranks.
 
     For a value that is identical on all ranks and from which each rank computes its own part: the entry of a
@@ -247,8 +224,7 @@ def copy_to_group(
         Megatron-LM's ``copy_to_tensor_model_parallel_region``; ``jax.lax.pvary``.
     """
     plan: Plan[Any] = Plan("copy_to_group", members(group), [tensor])
-    # What comes back is summed as if the loss were one that all ranks compute.
-    plan.map("copy", as_given, replicated=True)
+    plan.map("copy", as_given)
     return plan.returning(first)
 
 
@@ -282,17 +258,23 @@ def all_reduce_coalesced(
         ``torch.distributed._functional_collectives.all_reduce_coalesced``.
     """
     who, shapes = members(group), [tensor.shape for tensor in tensors]
-    arguments.check_one_kind("tensors", tensors)
+    arguments.check_alike("tensors", tensors, max(1, len(tensors)), shapes=False)
     reduction = Reduction.parse(op, tensors[0].dtype, who.size)
     plan: Plan[Any] = Plan(f"all_reduce_coalesced({reduction.name})", who, tensors, grad=grad)
-    count = sum(tensor.numel() for tensor in tensors)
-    return _reduce_for_all(plan, reduction, count, flatten_all, lambda total: views_of_shapes(total, shapes))
+    reduce_all = _reduce_for_all(plan, reduction, rows.flatten_all, sum(map(math.prod, shapes)))
+    return plan.returning(lambda received: rows.views_of_shapes(reduce_all(received), shapes))
 
 
 def _reduce_for_each(
-    plan: Plan[Any], reduction: Reduction, parts: Compute, rows: int, *, separate: bool = False
+    plan: Plan[Any],
+    reduction: Reduction,
+    parts: Compute,
+    lengths: tuple[int, ...],
+    *,
+    separate: bool = False,
+    root: int | None = None,
 ) -> Callable[[Tensors], torch.Tensor]:
-    """Append what reduces the ``r``-th of W equal parts to rank ``r``.
+    """Append what reduces the ``r``-th of W parts to rank ``r``.
 
     Anything but a sum is reduced at its destination, from all ranks' parts: that sends as many bytes as a
     ring, and uses torch's own gradients.
@@ -301,42 +283,46 @@ def _reduce_for_each(
         plan: The plan.
         reduction: The operation.
         parts: Makes the parts of what the caller gave.
-        rows: The length of a part along dimension 0.
+        lengths: The parts' lengths along dimension 0.
         separate: Whether they are W tensors, instead of one after the other in one along dimension 0.
+        root: The only rank with a part, if there is one; the others get zeros.
 
     Returns:
         What makes this rank's part of what it receives.
     """
+    size, mine = reduction.size, lengths[plan.who.rank]
+    kind: Kind = "reduce_scatter" if root is None else "reduce"
+    splits = lengths, (mine,) * size, 0 if root is None else lengths[root]
     if reduction.is_sum:
         summands: Compute = lambda given: tuple([reduction.summand(part) for part in parts(given)])  # noqa: E731
-        plan.map("reduce_scatter", summands, separate_input=separate)
+        plan.map(kind, summands, *splits, separate_input=separate)
         return lambda received: reduction.result(received[0])
-    size, splits = reduction.size, (rows,) * reduction.size
-    plan.map("exchange", parts, input_splits=splits, output_splits=splits, separate_input=separate)
-    return lambda received: reduction.reduce(received[0].view(size, rows, *received[0].shape[1:]))
+    plan.map("exchange", parts, *splits, separate_input=separate)
+    if not mine:
+        return first
+    return lambda received: reduction.reduce(received[0].view(size, mine, *received[0].shape[1:]))
 
 
 def _reduce_for_all(
-    plan: Plan[Any],
-    reduction: Reduction,
-    count: int,
-    join: Callable[[Tensors], torch.Tensor],
-    separate: Callable[[torch.Tensor], T],
-) -> Plan[T]:
-    """Return a plan that reduces tensors for all ranks.
+    plan: Plan[Any], reduction: Reduction, join: Callable[[Tensors], torch.Tensor], count: int
+) -> Callable[[Tensors], torch.Tensor]:
+    """Append what reduces a tensor for all ranks.
 
     Args:
-        plan: The plan so far.
+        plan: The plan.
         reduction: The operation.
-        count: The number of all elements.
-        join: Makes one tensor of what the caller gave.
-        separate: Makes the result of the reduced one.
+        join: Makes the tensor of what the caller gave.
+        count: The number of its elements.
+
+    Returns:
+        What makes the reduced tensor, flat unless it is a sum, of what this rank receives.
     """
     if reduction.is_sum:
         plan.map("all_reduce", lambda given: (reduction.summand(join(given)),))
-        return plan.returning(lambda received: separate(reduction.result(received[0])))
-    rows = -(-count // reduction.size)
-    parts: Compute = lambda given: (pad(join(given).flatten(), rows * reduction.size),)  # noqa: E731
-    reduce_parts = _reduce_for_each(plan, reduction, parts, rows)
-    plan.map("all_gather", lambda received: (reduce_parts(received),))
-    return plan.returning(lambda received: separate(received[0][:count]))
+        return lambda received: reduction.result(received[0])
+    longest = -(-count // reduction.size)
+    parts: Compute = lambda given: (rows.pad(join(given).flatten(), longest * reduction.size),)  # noqa: E731
+    lengths = (longest,) * reduction.size
+    reduce_part = _reduce_for_each(plan, reduction, parts, lengths)
+    plan.map("all_gather", lambda received: (reduce_part(received),), (), lengths)
+    return lambda received: received[0][:count]

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import (
 
 from dist_autograd_collectives import backend
 from dist_autograd_collectives.maps import Map, Tensors, members
-from dist_utils.torch_compat import private, profiler_range
+from dist_utils.torch_compat import private
 
 _PURPOSE = "collectives under torch.func"
 _COMPILED = "collectives under torch.compile, or in batches of gradients"
@@ -85,44 +85,33 @@ def in_forward_mode() -> bool:
 
 def apply(tensors: Tensors, linear_map: Map, key: int) -> Tensors:
     """Apply a linear map by the operator, which takes and returns one tensor: separate parts are joined."""
-    joined = backend.join_parts(tensors)
-    received = _operator(joined, *_arguments(linear_map), linear_map.who.name, key)
+    joined = backend.join_parts(tensors, linear_map)
+    received = _operator(joined, *_arguments(linear_map), key)
     return backend.separate_parts(received, linear_map)
 
 
 def _arguments(linear_map: Map) -> tuple[Any, ...]:
     """Return a map of joined parts as the operator's arguments; its inverse is :func:`_map`."""
-    own = linear_map.kind, linear_map.root, linear_map.order, linear_map.alone
-    splits = list(linear_map.input_splits), list(linear_map.output_splits)
-    return *own, *splits, linear_map.title, linear_map.replicated
+    names = linear_map.kind, linear_map.transpose, linear_map.title, linear_map.who.name
+    return *names, linear_map.order, list(linear_map.input_splits), list(linear_map.output_splits)
 
 
 def _map(*arguments: Any) -> Map:
-    """Return the map of joined parts with these arguments of the operator."""
-    kind, root, order, alone, input_splits, output_splits, title, replicated, name, _ = arguments
+    """Return the map of joined parts with these arguments of the operator, of which the key is the last."""
+    kind, transpose, title, name, order, input_splits, output_splits, _ = arguments
     resolve = private("torch.distributed.distributed_c10d", "_resolve_process_group", _PURPOSE)
     return Map(
-        kind,
-        title,
-        members(resolve(name)),
-        replicated=replicated,
-        root=root,
-        input_splits=tuple(input_splits),
-        output_splits=tuple(output_splits),
-        alone=alone,
-        order=order,
+        kind, transpose, title, members(resolve(name)), order, tuple(input_splits), tuple(output_splits)
     )
 
 
 def _transpose(*arguments: Any) -> tuple[Any, ...]:
-    return *_arguments(_map(*arguments).transposed), *arguments[-2:]
+    return *_arguments(_map(*arguments).transposed), arguments[-1]
 
 
 def _run(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Apply the map to a tensor that has values."""
-    linear_map = _map(*arguments)
-    with profiler_range(linear_map.range_name):
-        return backend.run((x,), linear_map, arguments[-1])[0]
+    return backend.run((x,), _map(*arguments), arguments[-1])[0]
 
 
 def _for_compiler() -> bool:
@@ -156,8 +145,8 @@ def _view_of_one_call(x: torch.Tensor, number: int) -> torch.Tensor:
 _NAME = "dist_autograd_collectives::linear"
 _LIBRARY: Any = torch.library.Library("dist_autograd_collectives", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
-    "linear(Tensor x, str kind, int root, int order, bool alone, SymInt[] input_splits, "
-    "SymInt[] output_splits, str title, bool replicated, str group, int key) -> Tensor"
+    "linear(Tensor x, str kind, str transpose, str title, str group, int order, SymInt[] input_splits, "
+    "SymInt[] output_splits, int key) -> Tensor"
 )
 _operator: Any = torch.ops.dist_autograd_collectives.linear.default
 

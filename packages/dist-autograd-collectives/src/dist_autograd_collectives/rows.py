@@ -13,15 +13,19 @@ from dist_autograd_collectives.maps import Tensors
 
 def pad(rows: torch.Tensor, length: int) -> torch.Tensor:
     """Return a tensor padded with rows of zeros to a length; the result depends on it even if it is empty."""
+    # Not torch.nn.functional.pad: torch 2.6 pads nothing that is empty afterwards, or backward.
     missing = length - rows.shape[0]
-    if 0 in rows.shape[1:]:  # torch 2.6 pads nothing that stays empty
-        return rows.reshape(length, *rows.shape[1:])
-    return torch.nn.functional.pad(rows, [0, 0] * (rows.ndim - 1) + [0, missing]) if missing else rows
+    return concatenate([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
 
 def as_rows(tensors: Sequence[torch.Tensor]) -> Tensors:
     """Return the tensors, those without dimensions as a row: what is sent has rows, along dimension 0."""
     return tuple([tensor if tensor.ndim else tensor.view(1) for tensor in tensors])
+
+
+def count(shape: Sequence[int]) -> int:
+    """Return how many rows :func:`as_rows` makes of a tensor of this shape."""
+    return shape[0] if shape else 1
 
 
 def of_shape(received: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
