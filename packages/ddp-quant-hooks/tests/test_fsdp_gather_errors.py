@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from quant_buckets import assert_same
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
+from ddp_quant_hooks import kernels
 from ddp_quant_hooks.fsdp import quantize_all_gather
 from dist_utils import AgreementError
 from dist_utils.testing import patience, run_ranks, same_on_all_ranks
@@ -171,6 +173,31 @@ def _groups(rank):
         _refused(AgreementError, "rank 0 cannot go on: .*bits=4", net)
 
 
+def _agreed_before(rank):
+    """What only a later group finds is an error on all ranks, in groups that had agreed, too."""
+    mesh, net = nodes_and_shards(), Net()
+    fsdp.fully_shard(net.layers[0], mesh=mesh["shard"])
+    policy = BF16 if rank == 2 else fsdp.MixedPrecisionPolicy()
+    fsdp.fully_shard(net.layers[1], mesh=mesh["node"], mp_policy=policy)
+    _refused(AgreementError, r"float32.* on rank 0, .*bfloat16.* on rank 2", net)
+
+
+def _replicas(rank):
+    """Replicas have the same options, and hear of a problem of another one."""
+    net = sharded(nodes_and_shards())
+    _refused(AgreementError, r"min_bytes is 0 on rank \d, 7 on rank \d", net, min_bytes=7 * (rank // 2))
+    if rank == 0:
+        _refused(ValueError, "bits=4", net, bits=4)
+    else:
+        _refused(AgreementError, r"rank \d cannot go on: .*bits=4", net)
+    quantize_all_gather(net, min_bytes=0)
+
+
+def _several_groups(rank):
+    for check in (_groups, _agreed_before, _replicas):
+        check(rank)
+
+
 def _no_old_torch(_):
     with pytest.raises(MissingTorchFeatureError, match="set_custom_all_gather, which is needed for quantize"):
         quantize_all_gather(fsdp.fully_shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,))))
@@ -282,6 +309,29 @@ def test_ranks_go_on_after_an_error_of_all_of_them(options):
     run_ranks(_all_fail, 2, options, timeout=60)
 
 
+def _asynchronous(rank, options):
+    """After an error in what an asynchronous gather waits for, weights are NaN until the module is reset."""
+    net, handle = _three_layers(2, options)
+    unsharding = net[0].unshard(async_op=True)
+    with mock.patch.object(kernels, "decode_shards", side_effect=MemoryError), pytest.raises(MemoryError):
+        unsharding.wait()
+    with torch.no_grad():
+        assert net[0](batch(1)).isnan().all()
+    assert all(weights.isnan().all() for weights in net[0].seen["forward"][-1])
+    if hasattr(net, "reset_iter_state"):
+        net.reset_iter_state()
+        handle.start_over()
+        backward(net, 1)
+        assert same_on_all_ranks(net[0].seen["forward"][-1])
+        assert not any(weights.isnan().any() for weights in net[0].seen["forward"][-1])
+
+
+@needs_custom_gathers
+@CALLERS
+def test_after_an_error_of_an_asynchronous_gather_weights_are_nan(options):
+    run_ranks(_asynchronous, 2, options, timeout=60)
+
+
 def _other_order(rank, options):
     """Gather two modules of one size, on each rank another one first; return how long it waits."""
     net = shard_layers(watched_layers(), init_device_mesh("cpu", (2,)))
@@ -301,4 +351,4 @@ def test_ranks_that_gather_other_modules_take_none_for_another(options):
 
 @needs_custom_gathers
 def test_a_problem_is_told_in_all_groups_of_a_rank():
-    run_ranks(_groups, 4, timeout=60)
+    run_ranks(_several_groups, 4, timeout=100)

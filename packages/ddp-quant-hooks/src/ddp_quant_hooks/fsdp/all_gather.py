@@ -19,7 +19,7 @@ from ddp_quant_hooks.fsdp.module_gather import GatherOptions, ModuleGather
 from ddp_quant_hooks.fsdp.replacement import Replacement
 from ddp_quant_hooks.fsdp.sharded_module import ShardedModule
 from ddp_quant_hooks.kernels.layout import WIRE_VERSION
-from dist_utils import OrderedWorker, resolve_group
+from dist_utils import AgreementError, OrderedWorker, resolve_group
 from dist_utils.process_groups import runs_on_host
 from dist_utils.torch_compat import private
 
@@ -95,16 +95,16 @@ def quantize_all_gather(
             several groups of parameters, an all-gather that is not torch's default, or parameters with an
             ``fsdp_pre_all_gather`` of their own; or an option is of another type or value. The other ranks
             get an AgreementError.
-        AgreementError: The ranks that share shards have different models or options.
+        AgreementError: The ranks that share shards, or replicate them, have different models or options.
         RuntimeError: This torch has no ``FSDPModule.set_custom_all_gather`` (2.8 and older). A forward pass
             raises it if ``fully_shard`` was applied to more modules afterwards, and any pass if a peer fails.
 
     Cost:
-        Collective, over the store, in every group that shares shards. A gather sends 1.03 bytes a value
-        instead of two or four, in FSDP's own process group and on its stream, and waits where FSDP's own
-        does. While it runs it needs memory for as many bytes as the module has values. Decoding takes about a
-        nanosecond a value on one core. With ``differences`` 0.63 bytes a value, in the forward pass only, go
-        to other hosts; and on GPUs the host waits for each gather of a forward pass.
+        Collective, over the store, in every group that shares shards or replicates them. A gather sends 1.03
+        bytes a value instead of two or four, in FSDP's own process group and on its stream, and waits where
+        FSDP's own does. While it runs it needs memory for as many bytes as the module has values. Decoding
+        takes about a nanosecond a value on one core. With ``differences`` 0.63 bytes a value, in the forward
+        pass only, go to other hosts; and on GPUs the host waits for each gather of a forward pass.
 
     Example:
         >>> fully_shard(model, reshard_after_forward=ranks_per_host)  # doctest: +SKIP
@@ -132,7 +132,7 @@ class GatherHandle(Replacement):
 
     def __init__(self, model: torch.nn.Module, **options: Any) -> None:
         self._given = options
-        self._hosts: dict[dist.ProcessGroup, list[int]] = {}
+        self._agreements: dict[dist.ProcessGroup, OrderedWorker] = {}
         self._counter = GatherCounter()
         super().__init__(model)
         keeps = self._options.keep_for_backward
@@ -202,23 +202,34 @@ class GatherHandle(Replacement):
                     )
 
     def _agree(self, problem: Exception | None) -> None:
-        """Compare modules and options in every group that shares shards, and learn the ranks' hosts there.
+        """Compare modules and options in every group of the model, and learn the ranks' hosts there.
+
+        Twice: what a group finds is told in those that had agreed before, so that a mesh has handles on all
+        of its ranks or on none.
 
         A rank that has found no module does not know these groups. It tells WORLD, which is the group of
         every model without a mesh; ranks of a smaller mesh wait for it until their timeout.
         """
-        groups = dict.fromkeys(module.shard_group for module in self._modules if module.shard_group)
-        for group in groups or [resolve_group(None)]:
+        shards = dict.fromkeys(module.shard_group for module in self._modules if module.shard_group)
+        replicas = dict.fromkeys(module.replicate_group for module in self._modules if module.replicate_group)
+        groups = [*(shards | replicas)] or [resolve_group(None)]
+        for group in groups * 2:
             try:
-                self._hosts[group] = self._agree_in(group, problem)
+                self._agreements[group] = self._agree_in(group, problem)
             except Exception as error:  # noqa: BLE001, PERF203 - the other groups must hear of it
                 problem = problem or error
+                if isinstance(error, AgreementError) and error.missing:
+                    break  # ranks of the other groups have waited for this one as long
         if problem is not None:
             raise problem
+        for group in shards:
+            if group.rank() == 0:
+                one = self._agreements[group]
+                _log.info("%s: %s", self._function, _describe(one.hosts(), one.notes(), self._options))
 
-    def _agree_in(self, group: dist.ProcessGroup, problem: Exception | None) -> list[int]:
-        """Return for each rank of a group the number of its host, if all gather the same modules alike."""
-        modules = [module for module in self._modules if module.shard_group is group]
+    def _agree_in(self, group: dist.ProcessGroup, problem: Exception | None) -> OrderedWorker:
+        """Return what knows the hosts and the links of a group, if all gather the same modules alike."""
+        modules = [one for one in self._modules if group in (one.shard_group, one.replicate_group)]
 
         def terms() -> dict[str, object]:
             if problem is not None:
@@ -235,17 +246,15 @@ class GatherHandle(Replacement):
             return link_inside_host(device.type, on_host=runs_on_host(group, device))
 
         agreement = OrderedWorker(group, name=self._function, terms=terms, note=link)
-        hosts, links = agreement.hosts(), agreement.notes()
-        if group.rank() == 0:
-            _log.info("%s: %s", self._function, _describe(hosts, links, self._options))
-        return hosts
+        agreement.agree()
+        return agreement
 
     def _gather_of(self, module: ShardedModule) -> ModuleGather:
         assert module.shard_group is not None, "such modules are refused"
         return ModuleGather(
             module,
             self._options,
-            self._hosts[module.shard_group],
+            self._agreements[module.shard_group].hosts(),
             self._counter,
             self._require_no_later_module,
             self._in_training,

@@ -325,8 +325,15 @@ class _Gathering(dist.Work):
         self._output.end_use()
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:  # noqa: ARG002 - the group's own timeout counts
-        """Wait for the messages, and restore all shards."""
+        """Wait for the messages, and restore all shards.
+
+        FSDP waits again after an error. It gets NaN then, as ``reset_iter_state()`` must not raise.
+        """
         self._output.begin_use()
-        for _ in self._rest:
-            pass
+        try:
+            for _ in self._rest:
+                pass
+        except BaseException:
+            self._output.tensor.fill_(torch.nan)
+            raise
         return True

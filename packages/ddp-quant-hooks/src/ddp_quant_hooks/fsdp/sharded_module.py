@@ -31,12 +31,17 @@ class ShardedModule(NamedTuple):
     @property
     def replicated(self) -> bool:
         """Whether FSDP averages over several shard groups itself, on a mesh for HSDP or for replicas."""
-        return hasattr(self.group.mesh_info, "replicate_process_group")
+        return self.replicate_group is not None
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold its shards; ``None`` where it is only replicated."""
         return getattr(self.group.mesh_info, "shard_process_group", None)
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same shards on a mesh for HSDP or for replicas; ``None`` on others."""
+        return getattr(self.group.mesh_info, "replicate_process_group", None)
 
     @property
     def shard_ranks(self) -> list[int]:
