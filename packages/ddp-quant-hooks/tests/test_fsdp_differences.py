@@ -34,9 +34,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from ddp_quant_hooks import QuantizedAllreduceState
-from ddp_quant_hooks.fsdp import quantize_all_gather, quantize_reduce_scatter
+from ddp_quant_hooks.fsdp import differences, quantize_all_gather, quantize_reduce_scatter
 from ddp_quant_hooks.kernels import Layout
-from dist_utils import AgreementError
+from dist_utils import AgreementError, start_messages
 from dist_utils.testing import run_ranks, same_on_all_ranks
 
 pytestmark = needs_custom_gathers
@@ -386,6 +386,31 @@ def _failing(when):
 @needs_reset
 def test_an_error_of_the_users_does_not_spoil_copies():
     run_ranks(_after_an_error, 2, timeout=100)
+
+
+def _without_tags(rank):
+    """Notes tell of another module, and of another model with equal names, where a backend has no tags."""
+
+    def start_untagged(*arguments, tag, **options):
+        return start_messages(*arguments, tag=0, **options)
+
+    mesh = init_device_mesh("cpu", (2,))
+    nets = [shard_layers(watched_layers(), mesh) for _ in range(2)]
+    for net in nets:
+        quantize_all_gather(net, **OURS)
+        for layer in net:
+            layer.unshard()
+            layer.reshard()
+    for module in (nets[0][rank], nets[rank][2]):
+        with (
+            mock.patch.object(differences, "start_messages", start_untagged),
+            pytest.raises(RuntimeError, match=f"rank {1 - rank} gathers another module or model"),
+        ):
+            module.unshard()
+
+
+def test_other_modules_are_told_without_tags():
+    run_ranks(_without_tags, 2, timeout=60)
 
 
 def _alone(rank):

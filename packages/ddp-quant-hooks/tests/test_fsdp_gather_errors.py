@@ -343,10 +343,23 @@ def _other_order(rank, options):
         net[rank].unshard()
 
 
+def _other_model(rank, options):
+    """Gather a module of another model on each rank; they have equal names and sizes."""
+    mesh = init_device_mesh("cpu", (2,))
+    nets = [shard_layers(watched_layers(), mesh) for _ in range(2)]
+    for net in nets:
+        quantize_all_gather(net, min_bytes=0, **options)
+        net[0].unshard()
+        net[0].reshard()
+    with pytest.raises(RuntimeError):
+        nets[rank][0].unshard()
+
+
 @needs_custom_gathers
 @CALLERS
-def test_ranks_that_gather_other_modules_take_none_for_another(options):
-    run_ranks(_other_order, 2, options, group_timeout=patience(4.0), timeout=100)
+@pytest.mark.parametrize("other", [_other_order, _other_model])
+def test_ranks_that_gather_other_modules_take_none_for_another(other, options):
+    run_ranks(other, 2, options, group_timeout=patience(4.0), timeout=100)
 
 
 @needs_custom_gathers

@@ -254,7 +254,7 @@ class GatherHandle(Replacement):
         return ModuleGather(
             module,
             self._options,
-            self._agreements[module.shard_group].hosts(),
+            self._agreements[module.shard_group],
             self._counter,
             self._require_no_later_module,
             self._in_training,

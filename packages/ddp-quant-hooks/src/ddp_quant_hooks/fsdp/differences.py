@@ -17,7 +17,7 @@ from dist_utils import start_messages
 from dist_utils.process_groups import Arrival, record_use
 
 NOTE_BYTES = 16
-"""What a message has behind its values: a number, and whether the values themselves follow."""
+"""What a message has behind its values: of which module it is, a number, and whether values follow."""
 
 _MOST_ERROR = 0.005
 """The largest error of a parameter's shard, relative to it in L2, with which a difference is sent: less than
@@ -57,11 +57,13 @@ class Differences:
         name: The name of the module, for errors.
         group: The ranks that gather.
         route: How messages get to this one.
+        agreement: What the ranks call this use of the module.
     """
 
-    def __init__(self, name: str, group: dist.ProcessGroup, route: Route) -> None:
+    def __init__(self, name: str, group: dist.ProcessGroup, route: Route, agreement: str) -> None:
         self._name, self._group, self._route = name, group, route
-        self._tags = Tags(*message_tags(name, *Tags._fields))
+        self._tags = Tags(*message_tags(agreement, name, *Tags._fields))
+        self._checksum = self._tags.differences >> 1  # as an int32: not every backend has tags
         self._copies: _Copies | None = None
 
     def start_over(self) -> None:
@@ -128,7 +130,7 @@ class Differences:
         shard = rows[0] if torch.equal(own, copies.last) else own
         is_exact = not encode_difference(form, lengths, shard, rows[0], message) or copies.number == 0
         copies.last.copy_(own)
-        note = [copies.number, int(is_exact), 0, 0]
+        note = [self._checksum, copies.number, int(is_exact), 0]
         form.note(message).view(torch.int32).copy_(torch.tensor(note, dtype=torch.int32))
         yield from _arrival(
             start_messages(
@@ -162,17 +164,25 @@ class Differences:
         """Return the ranks that send values, too. Waits for an accelerator.
 
         Raises:
-            RuntimeError: A rank's copies have been through another number of gathers than this one's.
+            RuntimeError: A rank gathers another module, or its copies have been through another number of
+                gathers than this one's.
         """
         notes = received[:, -NOTE_BYTES:].contiguous().view(torch.int32).tolist()
-        for rank, (theirs, *_) in zip(self._route.entering, notes, strict=True):
+        for rank, (checksum, theirs, *_) in zip(self._route.entering, notes, strict=True):
+            if checksum != self._checksum:
+                raise RuntimeError(
+                    f"module {self._name!r}: rank {rank} gathers another module or model: let all ranks "
+                    "gather the same modules in the same order"
+                )
             if theirs != number:
                 raise RuntimeError(
                     f"module {self._name!r}: {theirs} gathers have changed the copies of rank {rank}, but "
                     f"{number} those of this rank: let all ranks gather the same modules in the same order, "
                     "or start_over() on all of them"
                 )
-        return [rank for rank, (_, is_exact, *_) in zip(self._route.entering, notes, strict=True) if is_exact]
+        return [
+            rank for rank, (_, _, is_exact, _) in zip(self._route.entering, notes, strict=True) if is_exact
+        ]
 
     def _hand_on(self, rows: torch.Tensor, output: torch.Tensor) -> Generator[None, None, int]:
         """Write the shards of all ranks, which those of the host have; return how much each of them got."""

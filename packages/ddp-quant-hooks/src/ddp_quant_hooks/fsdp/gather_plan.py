@@ -218,13 +218,19 @@ def plan_route(hosts: tuple[int, ...], rank: int) -> Route:
     )
 
 
-def message_tags(module: str, *steps: str) -> tuple[int, ...]:
+def message_tags(agreement: str, module: str, *steps: str) -> tuple[int, ...]:
     """Return the tag of each step's messages, unlike those of other modules and senders in FSDP's group.
 
-    They are identical in every process. A rank that gathers another module, as it does when it alone has
-    caught an error and begun anew, is waited for: its weights are taken for no others of the same size.
+    They are identical on all ranks. With Gloo, a rank that gathers another module, as it does when it alone
+    has caught an error and begun anew, is waited for: its weights are taken for no others of the same size.
+    NCCL has no tags: there only notes tell, with differences.
+
+    Args:
+        agreement: What the ranks call this use of the module, unlike all others.
+        module: The name of the module.
+        *steps: The names of the steps.
     """
-    return tuple(zlib.crc32(f"quantize_all_gather {module}: {step}".encode()) for step in steps)
+    return tuple(zlib.crc32(f"{agreement} {module}: {step}".encode()) for step in steps)
 
 
 @lru_cache(maxsize=_MOST_PLANS)

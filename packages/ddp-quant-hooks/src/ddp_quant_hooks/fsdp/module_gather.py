@@ -18,7 +18,7 @@ from ddp_quant_hooks.fsdp.sharded_module import ShardedModule
 from ddp_quant_hooks.kernels import VALUE_DTYPES, Layout
 from ddp_quant_hooks.statistics import bytes_around_ring
 from ddp_quant_hooks.tensors.calls import outside_graphs
-from dist_utils import start_messages
+from dist_utils import OrderedWorker, start_messages
 from dist_utils.process_groups import Arrival, record_use, runs_on_host
 from dist_utils.torch_compat import all_gather_single, inside_backward, private, profiler_range
 
@@ -50,7 +50,7 @@ class ModuleGather:
     Args:
         module: The module.
         options: How it is gathered.
-        hosts: For each rank that it is sharded over, the number of its host.
+        agreement: Of the ranks that it is sharded over, which knows their hosts.
         counter: Counts what is gathered.
         before: Called before every gather.
         in_training: Whether a forward pass is running whose backward pass autograd records.
@@ -63,26 +63,28 @@ class ModuleGather:
         self,
         module: ShardedModule,
         options: GatherOptions,
-        hosts: Sequence[int],
+        agreement: OrderedWorker,
         counter: GatherCounter,
         before: Callable[[], None],
         in_training: TrainingForward,
     ) -> None:
         self._module, self._options, self._counter = module, options, counter
         self._before, self._in_training = before, in_training
-        self._hosts = tuple(hosts)
+        self._hosts = hosts = tuple(agreement.hosts())
         self._group: dist.ProcessGroup = module.group.mesh_info.shard_process_group
         me, flat = self._group.rank(), options.intra_node == "flat"
         if options.differences and len(set(hosts)) == 1:
             flat = True  # inside a host copies go round in full precision, which would save nothing
-        self._route = plan_route(tuple(range(len(hosts))) if flat else self._hosts, me)
+        self._route = plan_route(tuple(range(len(hosts))) if flat else hosts, me)
         self._is_direct = flat or len(set(hosts)) in (1, len(hosts))
         self._sent_to_other_hosts = sum(hosts[peer] != hosts[me] for peer in self._route.sends)
         self.name = module.name
-        self._from_the_owner, self._handed_on = message_tags(self.name, "a shard", "handed on")
+        self._from_the_owner, self._handed_on = message_tags(
+            agreement.agree(), self.name, "a shard", "handed on"
+        )
         self._differences: Differences | None = None
         if options.differences:
-            self._differences = Differences(self.name, self._group, self._route)
+            self._differences = Differences(self.name, self._group, self._route, agreement.agree())
         self._kept: KeptMemory | None = None
         self._logged: set[str] = set()
 
