@@ -201,6 +201,17 @@ def _losses(net, steps=8, *, accumulate=False, batch=_batch):
     return everyone / dist.get_world_size()
 
 
+def _same_weights_on_all_ranks(net):
+    """Return whether all ranks gather the same weights, those of other replicas, too."""
+    modules = [module for module in net.modules() if isinstance(module, fsdp.FSDPModule)]
+    for module in modules:
+        module.unshard()
+    gathered = [local(one) for one in net.parameters()]
+    for module in modules:
+        module.reshard()
+    return same_on_all_ranks(gathered)
+
+
 def _near(native, ours):
     """Weights are off by half a percent, and losses hardly."""
     assert not torch.equal(native, ours)
@@ -220,9 +231,8 @@ def _with_everything(_):
         native = _losses(_composed(mesh, **options)[0], **run)
         for ours in ({}, {"keep_for_backward": True}, {"differences": True}):
             net, handle = _composed(mesh, ours=ours, **options)
-            losses = _losses(net, **run)
-            _near(native, losses)
-            assert same_on_all_ranks(losses)
+            _near(native, _losses(net, **run))
+            assert _same_weights_on_all_ranks(net)
             assert handle.statistics.quantized_gathers + handle.statistics.exact_gathers > 0
             net, _ = _composed(mesh, ours=ours, **options)
             state = QuantizedAllreduceState(min_bytes=0)
@@ -338,10 +348,12 @@ def _with_averages_between_nodes(_):
     for ours in ({}, {"differences": True}):
         hsdp, _ = _composed(mesh, ours=ours)
         _near(native, _losses(hsdp))
+        assert _same_weights_on_all_ranks(hsdp)
     both, _ = _composed(mesh["shard"], ours={})
     state = QuantizedAllreduceState(mesh["node"], min_bytes=0)
     quantize_all_reduce(both, state)
     _near(native, _losses(both))
+    assert _same_weights_on_all_ranks(both)
     assert state.statistics.quantized_buckets > 0
     tensor = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     halves = [Halves(tensor, tensor["shard"]) for _ in range(3)]
@@ -352,6 +364,8 @@ def _with_averages_between_nodes(_):
     found = [net(x) for net in halves]
     torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0.01)
     assert torch.equal(found[2], found[0]), "the first gather is exact"
+    for net in halves:  # a root stays gathered until its backward pass
+        assert same_on_all_ranks([local(one) for one in net.parameters()], tensor["shard"])
     assert handle.statistics.quantized_gathers == 1
     found[1].square().mean().backward()
 
@@ -393,6 +407,38 @@ def _without_gradients(_):
     net(_batch(1))
     assert handle.statistics == count
     handle.remove()
+
+
+def _kept_only_for_a_backward_pass(_):
+    """Nothing is kept that no backward pass takes: after errors, of frozen layers, and where FSDP is told."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def model(**options):
+        net, handle = _composed(mesh, ours={"keep_for_backward": True}, **options)
+        gathers = handle._gathers.values()
+        return net, lambda: {gather.name for gather in gathers if gather._kept}
+
+    net, kept = model(reentrant=False)
+    net(_batch(0).requires_grad_()).square().mean().backward()
+    net.layers[2].unshard()
+    assert not kept(), "a checkpoint's forward passes end early"
+    net, kept = model()
+    with mock.patch.object(net.layers[1], "forward", _fails), contextlib.suppress(ZeroDivisionError):
+        net(_batch(0).requires_grad_())
+    net.layers[2].unshard()
+    assert kept() == {"layers.0"}, "a forward pass that has failed is over"
+    net, kept = model()
+    net.layers[2].set_unshard_in_backward(False)
+    net(_batch(0).requires_grad_())
+    assert kept() == {"layers.0", "layers.1"}
+    net, kept = model()
+    net.requires_grad_(False)
+    net(_batch(0))
+    assert not kept(), "no output needs gradients"
+
+
+def _fails(*_):
+    raise ZeroDivisionError
 
 
 def _not_finite_and_errors(_):
@@ -458,7 +504,9 @@ def _two_micro_batches(_):
 def _one_rank(_):
     net = shard_layers(watched_layers(), init_device_mesh("cpu", (1,)))
     exact = whole(net)
-    handle = quantize_all_gather(net, min_bytes=0, keep_for_backward=True)
+    with pytest.warns(UserWarning, match="full precision: .*one rank alone has its shards"):
+        handle = quantize_all_gather(net, min_bytes=0, keep_for_backward=True)
+    assert handle.relative_error() is None
     net(_batch(0).requires_grad_()).square().mean().backward()
     assert_same([one for layer in net for one in layer.seen["backward"][-1]], exact)
     assert handle.statistics == type(handle.statistics)()
@@ -469,7 +517,14 @@ def test_a_single_rank_keeps_exact_weights():
 
 
 def _two_ranks(rank):
-    for check in (_ways_to_gather, _dtypes, _without_gradients, _not_finite_and_errors, _two_micro_batches):
+    for check in (
+        _ways_to_gather,
+        _dtypes,
+        _without_gradients,
+        _kept_only_for_a_backward_pass,
+        _not_finite_and_errors,
+        _two_micro_batches,
+    ):
         check(rank)
 
 

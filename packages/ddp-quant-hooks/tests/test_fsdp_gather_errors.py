@@ -93,6 +93,10 @@ def _modules(_):
     fsdp.fully_shard(layer, mesh=mesh)
     layer.weight._local_tensor = layer.weight._local_tensor.as_subclass(OwnGather)
     _refused(ValueError, r"class OwnGather, which decides itself", layer)
+    packed = torch.nn.Linear(8, 8)
+    packed.quant_state = None  # as layers of bitsandbytes have it
+    fsdp.fully_shard(packed, mesh=mesh)
+    _refused(ValueError, r"packed into other values \(quant_state\), which rounding would spoil", packed)
 
 
 def _shapes_and_ranks(rank):

@@ -136,7 +136,7 @@ class GatherHandle(Replacement):
         self._counter = GatherCounter()
         super().__init__(model)
         keeps = self._options.keep_for_backward
-        self._in_training = TrainingForward(self._modules if keeps else [])
+        self._in_training = TrainingForward(self._modules if keeps else [], self._drop_kept)
         self._gathers = {module: self._gather_of(module) for module in self._modules}
         self._warn_if_nothing_is_quantized()
         self._replace()
@@ -176,6 +176,9 @@ class GatherHandle(Replacement):
         self._in_training.stop()
         self.start_over()
 
+    def _drop_kept(self, module: ShardedModule) -> None:
+        self._gathers[module].drop_kept()
+
     @cached_property
     def _options(self) -> GatherOptions:
         """The options; raises for one that cannot be."""
@@ -199,6 +202,12 @@ class GatherHandle(Replacement):
                     raise ValueError(
                         f"module {name} has parameters of class {type(shard).__name__}, which decides itself "
                         "what is gathered (fsdp_pre_all_gather)"
+                    )
+                # bitsandbytes leaves it to layers when FSDP makes parameters of its own.
+                if hasattr(private(kept, "_module_info", self._function).module, "quant_state"):
+                    raise ValueError(
+                        f"module {name} has numbers of few bits packed into other values (quant_state), "
+                        "which rounding would spoil: gather only modules without them in few bits"
                     )
 
     def _agree(self, problem: Exception | None) -> None:
@@ -343,6 +352,8 @@ def _refuse_with_differences(bits: Any, intra_node: str, *, keep_for_backward: b
 
 def _describe(hosts: list[int], links: list[str], options: GatherOptions) -> str:
     """Say how the ranks of a group gather, for the log."""
+    if len(hosts) == 1:
+        return "one rank alone has all shards: FSDP gathers nothing, and weights are exact"
     several, flat = len(set(hosts)), options.intra_node == "flat"
     how = "as differences in 4 bits" if options.differences else "in 8 bits"
     where = f"{len(hosts)} ranks on {several} hosts gather parameters {how}"

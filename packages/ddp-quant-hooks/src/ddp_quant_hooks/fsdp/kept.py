@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from ddp_quant_hooks.fsdp.sharded_module import ShardedModule
 from ddp_quant_hooks.tensors.calls import outside_graphs
 from dist_utils.process_groups import record_use
+from dist_utils.torch_compat import private
 
 
 class KeptMemory:
@@ -49,34 +51,44 @@ class TrainingForward:
 
     Args:
         modules: FSDP modules, each of which gathers itself and others as soon as its forward pass begins.
+        needs_no_backward: Called when autograd has recorded nothing in the forward pass of a module.
     """
 
-    def __init__(self, modules: Sequence[ShardedModule]) -> None:
-        self._running = False
-        every = [one for module in modules for one in module.group.modules]
+    def __init__(
+        self, modules: Sequence[ShardedModule], needs_no_backward: Callable[[ShardedModule], None]
+    ) -> None:
+        self._needs_no_backward = needs_no_backward
+        self._recorded: list[bool] = []
+        """Of each forward pass that is running, the innermost last: whether autograd records it."""
         self._hooks = [
             handle
-            for module in every
+            for module in modules
+            for one in module.group.modules
             for handle in (
-                module.register_forward_pre_hook(self._begin, prepend=True),
-                module.register_forward_hook(self._end),
+                one.register_forward_pre_hook(self._begin, prepend=True),
+                # Passes that fail end, too, as do those of a checkpoint that has seen enough.
+                one.register_forward_hook(partial(self._end, module), always_call=True),
             )
         ]
 
     def __call__(self) -> bool:
         """Return whether one is running."""
-        return self._running
+        return bool(self._recorded) and self._recorded[-1]
 
     def stop(self) -> None:
         """Watch no more."""
-        self._running = False
+        self._recorded.clear()
         for hook in self._hooks:
             hook.remove()
 
     @outside_graphs
     def _begin(self, *_: object) -> None:
-        self._running = torch.is_grad_enabled()
+        self._recorded.append(torch.is_grad_enabled())
 
     @outside_graphs
-    def _end(self, *_: object) -> None:
-        self._running = False
+    def _end(self, module: ShardedModule, _module: object, _inputs: object, output: object) -> None:
+        # There is none where the handle was removed during the pass, or another hook failed before ours.
+        recorded = bool(self._recorded) and self._recorded.pop()
+        leaves = private("torch.utils._pytree", "tree_leaves", "finding tensors in outputs")(output)
+        if recorded and not any(getattr(leaf, "requires_grad", False) for leaf in leaves):
+            self._needs_no_backward(module)

@@ -156,6 +156,8 @@ class ModuleGather:
             dtype: Of the values; bytes if parameters have several.
             nbytes: Of all shards.
         """
+        if self._group.size() == 1:
+            return "one rank alone has its shards"
         if group is not self._group:
             return "its values were rounded in the forward pass, and are gathered among fewer ranks"
         if dtype not in VALUE_DTYPES:
@@ -184,6 +186,7 @@ class ModuleGather:
         every = self._module.group.fsdp_params
         parts = [private(kept, "_sharded_param_data", "the error of a shard") for kept in every]
         exact = torch.cat([*map(torch.Tensor.to, parts, self._module.gathered_dtypes)])
+        exact = exact.to(self._module.group.device)  # offloaded shards are on the CPU
         if self._differences is not None:
             copy = self._differences.own_copy(exact)
             return _squares(exact if copy is None else copy, exact)
@@ -273,6 +276,7 @@ class ModuleGather:
         return (
             self._options.keep_for_backward
             and self._module.group.post_forward_mesh_info is sharded_as
+            and self._module.group.unshard_in_backward
             and self._in_training()
             and not inside_backward()
         )
