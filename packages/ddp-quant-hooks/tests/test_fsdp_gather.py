@@ -135,6 +135,11 @@ def _bytes_between_hosts(rank, hosts):
         handle = quantize_all_gather(net, intra_node=way)
         net.unshard()
         found[way] = handle.statistics.bytes_between_hosts / 256**2
+    with mock.patch.object(module_gather, "runs_on_host", return_value=False):  # as a GPU's backend sends
+        net.reshard()
+        before = handle.statistics
+        net.unshard()
+    found["ring"] = (handle.statistics - before).bytes_between_hosts / 256**2
     return found
 
 
@@ -149,6 +154,11 @@ def test_a_shard_enters_each_host_once(hosts):
             sent = sum(of_rank[way] for of_rank, name in zip(found, hosts, strict=True) if name == host)
             entering = (len(set(hosts)) - 1) / len(set(hosts))
             assert sent == pytest.approx(times * entering * scales)
+    neighbors = [
+        of_rank["ring"] for rank, of_rank in enumerate(found) if hosts[rank] != hosts[(rank + 1) % 4]
+    ]
+    assert sum(of_rank["ring"] for of_rank in found) == pytest.approx(sum(neighbors))
+    assert neighbors == pytest.approx([3 / 4 * scales] * len(neighbors)), "in a ring"
 
 
 class Composed(torch.nn.Module):

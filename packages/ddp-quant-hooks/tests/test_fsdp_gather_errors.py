@@ -123,6 +123,14 @@ def _sharded_too_late(_):
     fsdp.fully_shard(net, mesh=mesh)
     with pytest.raises(RuntimeError, match=r"applied to \['\(model\)'\] after quantize_all_gather"):
         backward(net, 0)
+    net = Net()
+    fsdp.fully_shard(net.layers[2], mesh=mesh)
+    quantize_all_gather(net, min_bytes=0)
+    net.layers[2].unshard()
+    net.layers[2].reshard()
+    fsdp.fully_shard(net, mesh=mesh)
+    with pytest.raises(RuntimeError, match=r"applied to \['\(model\)'\] after quantize_all_gather"):
+        backward(net, 0)
 
 
 def _nothing_is_silently_exact(rank):

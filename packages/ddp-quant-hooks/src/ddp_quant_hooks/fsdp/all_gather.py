@@ -6,7 +6,6 @@ import logging
 import math
 import operator
 import warnings
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -18,7 +17,7 @@ from ddp_quant_hooks.fsdp.kept import TrainingForward
 from ddp_quant_hooks.fsdp.module_gather import GatherOptions, ModuleGather
 from ddp_quant_hooks.fsdp.replacement import Replacement
 from ddp_quant_hooks.fsdp.sharded_module import ShardedModule
-from ddp_quant_hooks.kernels.layout import WIRE_VERSION
+from ddp_quant_hooks.kernels.layout import WIRE_VERSION, Layout
 from dist_utils import AgreementError, OrderedWorker, resolve_group
 from dist_utils.process_groups import runs_on_host
 from dist_utils.torch_compat import private
@@ -76,11 +75,13 @@ def quantize_all_gather(
         keep_for_backward: Keep what was received in the forward pass for the backward pass, which then
             gathers nothing: a byte a value of the whole model on every rank, from the forward to the backward
             pass of each module. Modules that stay gathered, or are resharded to a number of ranks, are not
-            kept.
+            kept. Any gather during a backward pass, of another model, too, gets what was kept: change no
+            parameters between the forward pass of a module and that.
         differences: Send between hosts how the shard differs from what was gathered last, in 4 bits, and
             inside hosts weights as they are: those of the forward pass differ by the rounding of a change,
             and not of a value. What it loses is in the next difference. What has not changed keeps its bits.
-            A backward pass gathers what the last forward pass has gathered, inside hosts. Each rank
+            A backward pass, any that is running, gathers what the last forward pass has gathered, inside
+            hosts. Each rank
             keeps copies of a host's share of the model (model / ranks of a host, in ``param_dtype``); with
             one rank a host, on a single host, and with ``"flat"``, of the whole model; and its own shard once
             more. The first gather, and every one after which the error of a
@@ -104,7 +105,9 @@ def quantize_all_gather(
         bytes a value instead of two or four, in FSDP's own process group and on its stream, and waits where
         FSDP's own does. While it runs it needs memory for as many bytes as the module has values. Decoding
         takes about a nanosecond a value on one core. With ``differences`` 0.63 bytes a value, in the forward
-        pass only, go to other hosts; and on GPUs the host waits for each gather of a forward pass.
+        pass only, go to other hosts; on GPUs the host waits for each gather of a forward pass; and the memory
+        is for fp32 copies of a shard, for messages, and for what the other ranks of the host send, in
+        ``param_dtype``.
 
     Example:
         >>> fully_shard(model, reshard_after_forward=ranks_per_host)  # doctest: +SKIP
@@ -179,14 +182,9 @@ class GatherHandle(Replacement):
     def _drop_kept(self, module: ShardedModule) -> None:
         self._gathers[module].drop_kept()
 
-    @cached_property
-    def _options(self) -> GatherOptions:
-        """The options; raises for one that cannot be."""
-        return _check_options(**self._given)
-
     def _refuse(self) -> None:
         """Raise unless all modules can be gathered, with these options."""
-        self._options  # noqa: B018 - raises for one that cannot be
+        self._options = _check_options(**self._given)
         default = private(_COLLECTIVES, "DefaultAllGather", self._function)
         for module in self._modules:
             name, present = repr(module.name), module.collective(self._record)
@@ -322,17 +320,17 @@ def _check_options(
         raise ValueError(f"intra_node must be 'auto', 'quantized' or 'flat', got {intra_node!r}")
     if differences:
         _refuse_with_differences(bits, intra_node, keep_for_backward=keep_for_backward)
-    options = GatherOptions(
-        (32 if differences else 128) if block_size is None else block_size,
-        rotate,
+    block = (32 if differences else 128) if block_size is None else block_size
+    layout = Layout("int4" if differences else "int8", block, rotate)
+    return GatherOptions(
+        layout.block_size,
+        layout.rotate,
         exact_1d,
         operator.index(least),
         intra_node,
         keep_for_backward,
         differences,
     )
-    options.layout  # noqa: B018 - raises if there is no such block
-    return options
 
 
 def _refuse_with_differences(bits: Any, intra_node: str, *, keep_for_backward: bool) -> None:

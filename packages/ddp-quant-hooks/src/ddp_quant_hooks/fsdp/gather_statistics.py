@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 
 from ddp_quant_hooks.statistics import Counts
@@ -46,7 +47,7 @@ class GatherStatistics(Counts):
 
 
 class GatherCounter:
-    """Counts gathers.
+    """Counts gathers, on the threads of forward and backward passes.
 
     Attributes:
         statistics: What was counted so far.
@@ -54,10 +55,12 @@ class GatherCounter:
 
     def __init__(self) -> None:
         self.statistics = GatherStatistics()
+        self._lock = threading.Lock()
 
     def add(self, **more: int) -> None:
         """Count more of some attributes of the statistics."""
-        so_far = self.statistics
-        self.statistics = replace(
-            so_far, **{name: getattr(so_far, name) + count for name, count in more.items()}
-        )
+        with self._lock:
+            so_far = self.statistics
+            self.statistics = replace(
+                so_far, **{name: getattr(so_far, name) + count for name, count in more.items()}
+            )

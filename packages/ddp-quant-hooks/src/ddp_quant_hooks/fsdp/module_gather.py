@@ -14,6 +14,7 @@ from ddp_quant_hooks.fsdp.differences import NOTE_BYTES, Differences
 from ddp_quant_hooks.fsdp.gather_plan import ShardFormat, message_tags, plan_route, shard_format
 from ddp_quant_hooks.fsdp.gather_statistics import GatherCounter
 from ddp_quant_hooks.fsdp.kept import KeptMemory, TrainingForward
+from ddp_quant_hooks.fsdp.replacement import Substitute
 from ddp_quant_hooks.fsdp.sharded_module import ShardedModule
 from ddp_quant_hooks.kernels import VALUE_DTYPES, Layout
 from ddp_quant_hooks.statistics import bytes_around_ring
@@ -42,10 +43,8 @@ class GatherOptions(NamedTuple):
         return Layout("int4" if self.differences else "int8", self.block_size, self.rotate)
 
 
-class ModuleGather:
+class ModuleGather(Substitute):
     """What gathers one module's parameters, as ``FSDPModule.set_custom_all_gather`` takes it.
-
-    torch's class for it has no public name up to torch 2.15, and nothing asks for it.
 
     Args:
         module: The module.
@@ -87,10 +86,6 @@ class ModuleGather:
             self._differences = Differences(self.name, self._group, self._route, agreement.agree())
         self._kept: KeptMemory | None = None
         self._logged: set[str] = set()
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for the shards of all ranks."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     @outside_graphs
     def __call__(
@@ -224,10 +219,13 @@ class ModuleGather:
         if keeps:
             self._kept = KeptMemory(memory)
             self._kept.end_use()
+        sent, outside = route.messages_sent * size, self._sent_to_other_hosts * size
+        if self._uses_collective(memory.device):
+            sent, outside = self._bytes_of_ring(group, memory.nbytes)
         self._counter.add(
             quantized_gathers=1,
-            bytes_sent=route.messages_sent * size,
-            bytes_between_hosts=self._sent_to_other_hosts * size,
+            bytes_sent=sent,
+            bytes_between_hosts=outside,
             bytes_of_all_gather=self._bytes_of_ring(group, output.nbytes)[0],
         )
 
@@ -256,8 +254,7 @@ class ModuleGather:
         group, route = self._group, self._route
         place = dict(zip(route.order, memory.view(len(route.order), -1), strict=True))
         mine = place[group.rank()]
-        if self._is_direct and not runs_on_host(group, memory.device):
-            # As FSDP's own: the backend knows best how GPUs are joined.
+        if self._uses_collective(memory.device):
             yield [all_gather_single(memory, mine, group=group, async_op=True)]
             return
         receives = [(rank, place[rank]) for rank in route.receives]
@@ -269,6 +266,10 @@ class ModuleGather:
             receives = [(rank, rows[span.start : span.stop]) for rank, span in route.handed_on]
             sends = [(rank, handed_on) for rank, _ in route.handed_on]
             yield start_messages(group, receives=receives, sends=sends, tag=self._handed_on)
+
+    def _uses_collective(self, device: torch.device) -> bool:
+        """Return whether a collective gathers messages, as FSDP's own: it knows best how GPUs are joined."""
+        return self._is_direct and not runs_on_host(self._group, device)
 
     def _keeps(self) -> bool:
         """Return whether the backward pass of the module will gather what it is gathering now."""
@@ -308,6 +309,7 @@ class ModuleGather:
         if group is not self._group:
             everyone = dist.get_process_group_ranks(self._group)
             hosts = [hosts[everyone.index(rank)] for rank in dist.get_process_group_ranks(group)]
+        # Half: a ring all-reduce sends all values twice.
         return bytes_around_ring(nbytes // 2, range(group.size()), hosts, group.rank())
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddp_quant_hooks.fsdp.handle import BeginUse, Handle
+from ddp_quant_hooks.fsdp.replacement import Substitute
 from ddp_quant_hooks.fsdp.sharded_module import ShardedModule
 from ddp_quant_hooks.states import AveragingState, QuantizedAllreduceState
 from ddp_quant_hooks.tensors.calls import Call, outside_graphs
@@ -22,8 +22,10 @@ def quantize_reduce_scatter(model: torch.nn.Module, state: QuantizedAllreduceSta
     reduce-scatter (``FSDPModule.set_custom_reduce_scatter``). Parameters are gathered as they are: weights
     stay exact. One ``backward()`` is one step, with error feedback (``"both"``).
 
-    With ``bits=16`` gradients are sent as bfloat16, which loses nothing if ``param_dtype`` is bfloat16, and
-    summed in fp32, in the order of ranks: what ``reduce_dtype=torch.float32`` gives, for half of its bytes.
+    With ``bits=16`` gradients are sent as bfloat16, and summed in fp32, in the order of ranks. If
+    ``param_dtype`` is bfloat16, that is what ``reduce_dtype=torch.float32`` gives, for half of its bytes,
+    with one rank a host or on a single host. Among hosts with several ranks each sum of a host is rounded
+    once, and so is the sum of micro-batches after ``set_requires_gradient_sync(False)``.
 
     Args:
         model: As for :func:`quantize_all_reduce`, on a mesh with shards; for HSDP too.
@@ -82,10 +84,8 @@ class _AcrossShards(Handle):
         return _ReduceScatter(module, self._state, begin_use)
 
 
-class _ReduceScatter:
+class _ReduceScatter(Substitute):
     """The reduce-scatter of one module, as ``FSDPModule.set_custom_reduce_scatter`` takes it.
-
-    torch's class for it has no public name up to torch 2.15, and nothing asks for it.
 
     Args:
         module: The module.
@@ -95,10 +95,6 @@ class _ReduceScatter:
 
     def __init__(self, module: ShardedModule, state: AveragingState, begin_use: BeginUse) -> None:
         self._module, self._state, self._begin_use = module, state, begin_use
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for an input or an output."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     @outside_graphs
     def __call__(

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from ddp_quant_hooks.fsdp.sharded_module import ShardedModule, sharded_modules
+
+
+class Substitute:
+    """What FSDP calls instead of a collective of its own.
+
+    torch's class for it has no public name up to torch 2.15, and nothing asks for it.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for an input or an output."""
+        return torch.empty(*size, dtype=dtype, device=device)
 
 
 class Replacement(ABC):
@@ -78,7 +90,7 @@ class Replacement(ABC):
         self._replaced.clear()
 
     def _require_no_later_module(self) -> None:
-        """Raise, if ``fully_shard`` was applied to more modules. Looks until it has found none."""
+        """Raise, if ``fully_shard`` was applied to more modules. Looks until it can be no more."""
         if self._found_no_later_module:
             return
         known = {module.name for module in self._modules}
@@ -89,4 +101,4 @@ class Replacement(ABC):
                 f"fully_shard was applied to {later} after {self._function}, which does nothing for "
                 f"their {self._purpose}: apply it before"
             )
-        self._found_no_later_module = True
+        self._found_no_later_module = all(module.is_set_up for module in found)

@@ -87,10 +87,17 @@ class ShardedModule(NamedTuple):
     def gathered_dtypes(self) -> list[torch.dtype]:
         """The dtype in which each of its parameters is gathered."""
         policies = [private(kept, "mp_policy", _PURPOSE) for kept in self.group.fsdp_params]
+        exact = [kept.sharded_param.dtype for kept in self.group.fsdp_params]
         return [
-            policy.param_dtype or kept.sharded_param.dtype
-            for policy, kept in zip(policies, self.group.fsdp_params, strict=True)
+            policy.param_dtype or dtype if dtype.is_floating_point else dtype
+            for policy, dtype in zip(policies, exact, strict=True)
         ]
+
+    @property
+    def is_set_up(self) -> bool:
+        """Whether FSDP knows its root, which it learns when a forward pass begins, and never changes."""
+        state = private(self.module, "_get_fsdp_state", _PURPOSE)()
+        return private(state, "_is_root", _PURPOSE) is not None
 
     @property
     def has_divide_factor(self) -> bool:
