@@ -437,3 +437,33 @@ def _alone(rank):
 
 def test_a_rank_that_starts_over_alone_is_told_and_all_ranks_can_start_over():
     run_ranks(_alone, 2, timeout=60)
+
+
+def _while_it_gathers(rank):
+    """A failed asynchronous gather gives no weights when FSDP waits again; start_over() ends running ones."""
+    net = shard_layers(watched_layers(), init_device_mesh("cpu", (2,)))
+    handle = quantize_all_gather(net, **OURS)
+    train(net, 2)
+    if rank == 1:
+        handle.start_over()
+    with pytest.raises(RuntimeError, match="gathers have changed the copies of rank"):
+        net[0].unshard(async_op=True).wait()
+    net[0].unshard(async_op=True).wait()
+    assert all(local(one).isnan().all() for one in net[0].parameters())
+    handle.start_over()
+    net[0].reshard()
+    train(net, 1)
+    for layer in net:
+        layer.unshard(async_op=True)
+    handle.start_over()
+    net(_batch(0))
+    for parameter in net.parameters():
+        parameter.detach().to_local().mul_(1.0001)
+    net(_batch(1))
+    exact = whole(net)
+    for layer, weights in zip(net, zip(exact[::2], exact[1::2], strict=True), strict=True):
+        assert_same(layer.seen["forward"][-1], weights)
+
+
+def test_asynchronous_gathers_that_fail_or_start_over():
+    run_ranks(_while_it_gathers, 2, timeout=60)

@@ -344,6 +344,33 @@ def test_after_an_error_of_an_asynchronous_gather_weights_are_nan(options):
     run_ranks(_asynchronous, 2, options, timeout=60)
 
 
+def _raises_alone(rank):
+    """One rank raises in forward, all leave out the batch, and then gather before their forward pass."""
+    net = shard_layers(watched_layers(), init_device_mesh("cpu", (2,)))
+    handle = quantize_all_gather(net, min_bytes=0, keep_for_backward=True)
+    if rank == 0:
+        failing = mock.patch.object(net[2], "_note", side_effect=ZeroDivisionError)
+        with failing, pytest.raises(ZeroDivisionError):
+            net(batch(0).requires_grad_())
+    else:
+        net(batch(0).requires_grad_())
+    net.zero_grad()
+    net.reset_iter_state()
+    before = handle.statistics
+    for layer in net:
+        layer.unshard(async_op=True)
+    net(batch(1).requires_grad_()).square().mean().backward()
+    assert (handle.statistics - before).reused_gathers == 0, "nothing is kept outside of a forward pass"
+    for layer in net:
+        assert_same(layer.seen["forward"][-1], layer.seen["backward"][-1])
+
+
+@needs_custom_gathers
+@needs_reset
+def test_a_rank_that_raised_alone_in_forward_gathers_as_the_others_do():
+    run_ranks(_raises_alone, 2, timeout=60, group_timeout=patience(10.0))
+
+
 def _other_order(rank, options):
     """Gather two modules of one size, on each rank another one first; return how long it waits."""
     net = shard_layers(watched_layers(), init_device_mesh("cpu", (2,)))

@@ -65,10 +65,12 @@ class Differences:
         self._tags = Tags(*message_tags(agreement, name, *Tags._fields))
         self._checksum = self._tags.differences >> 1  # as an int32: not every backend has tags
         self._copies: _Copies | None = None
+        self._times_started_over = 0
 
     def start_over(self) -> None:
-        """Free the copies: the next gather sends values."""
+        """Free the copies, also of a gather that is still going on: the next one sends values."""
         self._copies = None
+        self._times_started_over += 1
 
     def own_copy(self, like: torch.Tensor) -> torch.Tensor | None:
         """Return the copy of this rank's shard, which is ``like``; ``None`` if there is none."""
@@ -100,6 +102,7 @@ class Differences:
         """
         copies = self._copies if self._fit(own) else None
         self._copies = None  # until all of them are what they should be: an error leaves none
+        times = self._times_started_over
         sent = Sent(exact=False, bytes_to_receiver=0, bytes_inside=0)
         if copies is None or not again:
             copies = copies or _Copies(1 + len(self._route.entering), own)
@@ -109,7 +112,8 @@ class Differences:
             copies.begin_use()
         inside = yield from self._hand_on(copies.rows, output)
         copies.end_use()
-        self._copies = copies
+        if times == self._times_started_over:
+            self._copies = copies
         return sent._replace(bytes_inside=inside)
 
     def _fit(self, own: torch.Tensor) -> bool:
