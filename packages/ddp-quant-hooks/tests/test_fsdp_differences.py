@@ -439,6 +439,32 @@ def test_a_rank_that_starts_over_alone_is_told_and_all_ranks_can_start_over():
     run_ranks(_alone, 2, timeout=60)
 
 
+def _alone_on_hosts(rank):
+    """Where each host has two ranks, all of them are told before they hand anything on."""
+    take_host_name("0011"[rank])
+    net = shard_layers(watched_layers(), init_device_mesh("cpu", (4,)))
+    handle = quantize_all_gather(net, **OURS)
+    train(net, 2)
+    if rank == 1:
+        handle.start_over()
+    other = r"copies of rank \d, but" if rank in (1, 3) else f"copies of rank {rank + 1} on this host"
+    with pytest.raises(RuntimeError, match=other):
+        net(_batch(0))
+    handle.start_over()
+    if not hasattr(net, "reset_iter_state"):
+        return
+    net.reset_iter_state()
+    exact = whole(net)
+    net(_batch(1).requires_grad_()).square().mean().backward()
+    for layer, weights in zip(net, zip(exact[::2], exact[1::2], strict=True), strict=True):
+        assert_same(layer.seen["forward"][-1], weights)
+        assert_same(layer.seen["backward"][-1], weights)
+
+
+def test_a_rank_that_starts_over_alone_is_told_to_all_ranks_of_hosts():
+    run_ranks(_alone_on_hosts, 4, timeout=60)
+
+
 def _while_it_gathers(rank):
     """A failed asynchronous gather gives no weights when FSDP waits again; start_over() ends running ones."""
     net = shard_layers(watched_layers(), init_device_mesh("cpu", (2,)))

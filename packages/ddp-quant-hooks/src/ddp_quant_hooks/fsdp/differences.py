@@ -43,6 +43,7 @@ class Tags(NamedTuple):
 
     differences: int
     values: int
+    problems: int
     inside: int
 
 
@@ -114,7 +115,7 @@ class Differences:
         copies.end_use()
         if times == self._times_started_over:
             self._copies = copies
-        return sent._replace(bytes_inside=inside)
+        return sent._replace(bytes_inside=sent.bytes_inside + inside)
 
     def _fit(self, own: torch.Tensor) -> bool:
         """Return whether there are copies of such shards."""
@@ -148,7 +149,7 @@ class Differences:
             record_use(each)  # an asynchronous gather may go on on another stream
         for row, each in zip(rows[1:], received, strict=True):
             decode_difference(form, each, row)
-        exact = self._senders_of_values(received, copies.number)
+        exact, problem = self._read_notes(received, copies.number)
         if is_exact:
             rows[0].copy_(own)
         places = dict(zip(entering, rows[1:], strict=True))
@@ -161,32 +162,69 @@ class Differences:
             )
         )
         copies.number += 1
+        told = yield from self._raise_together(problem, copies.number, own.device)
         to_receiver = form.message_bytes + (rows[0].nbytes if is_exact else 0)
-        return Sent(is_exact or bool(exact), to_receiver, 0)
+        return Sent(is_exact or bool(exact), to_receiver, told)
 
-    def _senders_of_values(self, received: torch.Tensor, number: int) -> list[int]:
-        """Return the ranks that send values, too. Waits for an accelerator.
+    def _read_notes(self, received: torch.Tensor, number: int) -> tuple[list[int], str]:
+        """Return the ranks that send values, too, and why their messages are none for this rank, or ``""``.
 
-        Raises:
-            RuntimeError: A rank gathers another module, or its copies have been through another number of
-                gathers than this one's.
+        That is so if a rank gathers another module, or its copies have been through another number of
+        gathers. Waits for an accelerator.
         """
         notes = received[:, -NOTE_BYTES:].contiguous().view(torch.int32).tolist()
-        for rank, (checksum, theirs, *_) in zip(self._route.entering, notes, strict=True):
+        exact, problem = [], ""
+        for rank, (checksum, theirs, is_exact, _) in zip(self._route.entering, notes, strict=True):
+            if is_exact:
+                exact.append(rank)
             if checksum != self._checksum:
-                raise RuntimeError(
-                    f"module {self._name!r}: rank {rank} gathers another module or model: let all ranks "
-                    "gather the same modules in the same order"
+                problem = (
+                    f"rank {rank} gathers another module or model: let all ranks gather the same modules in "
+                    "the same order"
                 )
-            if theirs != number:
-                raise RuntimeError(
-                    f"module {self._name!r}: {theirs} gathers have changed the copies of rank {rank}, but "
-                    f"{number} those of this rank: let all ranks gather the same modules in the same order, "
-                    "or start_over() on all of them"
+            elif theirs != number:
+                problem = (
+                    f"{theirs} gathers have changed the copies of rank {rank}, but {number} those of this "
+                    "rank: let all ranks gather the same modules in the same order, or start_over() on all "
+                    "of them"
                 )
-        return [
-            rank for rank, (_, _, is_exact, _) in zip(self._route.entering, notes, strict=True) if is_exact
-        ]
+        return exact, problem
+
+    def _raise_together(self, problem: str, number: int, device: torch.device) -> Generator[None, None, int]:
+        """Raise a problem on all ranks of the host, before they hand on what has it.
+
+        The ranks of other hosts that send to this one's have it, too: so no rank is left waiting.
+
+        Returns:
+            How many bytes each other rank of the host got.
+
+        Raises:
+            RuntimeError: There is one, or a rank of the host gathers another module, or its copies have been
+                through another number of gathers.
+        """
+        inside = self._route.inside
+        all_well = [self._checksum, number, 0]
+        note = torch.tensor([*all_well[:2], int(bool(problem))], dtype=torch.int32, device=device)
+        received = torch.empty(len(inside), len(note), dtype=torch.int32, device=device)
+        yield from _arrival(
+            start_messages(
+                self._group,
+                receives=zip(inside, received.view(torch.uint8), strict=True),
+                sends=[(rank, note.view(torch.uint8)) for rank in inside],
+                tag=self._tags.problems,
+            )
+        )
+        for each in (note, received):
+            record_use(each)
+        for rank, told in zip(inside, received.tolist(), strict=True):
+            if told != all_well and not problem:
+                problem = (
+                    f"the copies of rank {rank} on this host are not as its peers': see the error there, and "
+                    "start_over() on all ranks"
+                )
+        if problem:
+            raise RuntimeError(f"module {self._name!r}: {problem}")
+        return note.nbytes if inside else 0
 
     def _hand_on(self, rows: torch.Tensor, output: torch.Tensor) -> Generator[None, None, int]:
         """Write the shards of all ranks, which those of the host have; return how much each of them got."""
