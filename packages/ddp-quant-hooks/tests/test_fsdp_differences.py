@@ -413,6 +413,19 @@ def test_other_modules_are_told_without_tags():
     run_ranks(_without_tags, 2, timeout=60)
 
 
+def _start_over_on_all_ranks(net, handle):
+    """After an error on all ranks start over, where torch can: weights are those of the shards."""
+    handle.start_over()
+    if not hasattr(net, "reset_iter_state"):
+        return
+    net.reset_iter_state()
+    exact = whole(net)
+    net(_batch(1).requires_grad_()).square().mean().backward()
+    for layer, weights in zip(net, zip(exact[::2], exact[1::2], strict=True), strict=True):
+        assert_same(layer.seen["forward"][-1], weights)
+        assert_same(layer.seen["backward"][-1], weights)
+
+
 def _alone(rank):
     """A rank that forgets its copies alone is an error on both at once; start_over() on both goes on."""
     net = shard_layers(watched_layers(), init_device_mesh("cpu", (2,)))
@@ -424,15 +437,7 @@ def _alone(rank):
     match = rf"'0': {theirs} gathers have changed the copies of rank {1 - rank}, but {own} those of this rank"
     with pytest.raises(RuntimeError, match=match):
         net(_batch(0))
-    handle.start_over()
-    if not hasattr(net, "reset_iter_state"):
-        return
-    net.reset_iter_state()
-    exact = whole(net)
-    net(_batch(1).requires_grad_()).square().mean().backward()
-    for layer, weights in zip(net, zip(exact[::2], exact[1::2], strict=True), strict=True):
-        assert_same(layer.seen["forward"][-1], weights)
-        assert_same(layer.seen["backward"][-1], weights)
+    _start_over_on_all_ranks(net, handle)
 
 
 def test_a_rank_that_starts_over_alone_is_told_and_all_ranks_can_start_over():
@@ -450,15 +455,7 @@ def _alone_on_hosts(rank):
     other = r"copies of rank \d, but" if rank in (1, 3) else f"copies of rank {rank + 1} on this host"
     with pytest.raises(RuntimeError, match=other):
         net(_batch(0))
-    handle.start_over()
-    if not hasattr(net, "reset_iter_state"):
-        return
-    net.reset_iter_state()
-    exact = whole(net)
-    net(_batch(1).requires_grad_()).square().mean().backward()
-    for layer, weights in zip(net, zip(exact[::2], exact[1::2], strict=True), strict=True):
-        assert_same(layer.seen["forward"][-1], weights)
-        assert_same(layer.seen["backward"][-1], weights)
+    _start_over_on_all_ranks(net, handle)
 
 
 def test_a_rank_that_starts_over_alone_is_told_to_all_ranks_of_hosts():

@@ -81,10 +81,9 @@ def quantize_all_gather(
             inside hosts weights as they are: those of the forward pass differ by the rounding of a change,
             and not of a value. What it loses is in the next difference. What has not changed keeps its bits.
             A backward pass, any that is running, gathers what the last forward pass has gathered, inside
-            hosts. Each rank
-            keeps copies of a host's share of the model (model / ranks of a host, in ``param_dtype``); with
-            one rank a host, on a single host, and with ``"flat"``, of the whole model; and its own shard once
-            more. The first gather, and every one after which the error of a
+            hosts. Each rank keeps copies of a host's share of the model (model / ranks of a host, in
+            ``param_dtype``); with one rank a host, on a single host, and with ``"flat"``, of the whole model;
+            and its own shard once more. The first gather, and every one after which the error of a
             parameter's shard would be above 0.5 %, sends values: so what is loaded or changed in place needs
             no call. Copies are no part of a checkpoint: see :meth:`GatherHandle.start_over`.
 

@@ -78,12 +78,11 @@ class ModuleGather(Substitute):
         self._is_direct = flat or len(set(hosts)) in (1, len(hosts))
         self._sent_to_other_hosts = sum(hosts[peer] != hosts[me] for peer in self._route.sends)
         self.name = module.name
-        self._from_the_owner, self._handed_on = message_tags(
-            agreement.agree(), self.name, "a shard", "handed on"
-        )
+        use = agreement.agree()
+        self._from_the_owner, self._handed_on = message_tags(use, self.name, "a shard", "handed on")
         self._differences: Differences | None = None
         if options.differences:
-            self._differences = Differences(self.name, self._group, self._route, agreement.agree())
+            self._differences = Differences(self.name, self._group, self._route, use)
         self._kept: KeptMemory | None = None
         self._logged: set[str] = set()
 
