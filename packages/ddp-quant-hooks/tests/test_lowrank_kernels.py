@@ -3,9 +3,9 @@
 import pytest
 import torch
 from emulated_gpu import EmulatedGpu, needs_compiler
-from kernel_backends import SETS, needs_library
+from kernel_backends import SETS, computed_by, needs_library
 
-from ddp_quant_hooks.kernels import VALUE_DTYPES, low_rank
+from ddp_quant_hooks.kernels import VALUE_DTYPES, dispatch, torch_ops
 from ddp_quant_hooks.kernels.cpu import CpuKernels
 from ddp_quant_hooks.kernels.low_rank import Matrix
 
@@ -36,12 +36,13 @@ def _everything(backend, matrix, left, right, mean_right):
         "values": matrix.values.clone(),
         "new_residual": torch.empty_like(matrix.values, dtype=torch.bfloat16),
     }
-    backend.multiply(matrix, right, found["multiply"])
-    backend.multiply_transposed(matrix, left, found["multiply_transposed"])
-    backend.find_basis(left, found["left"], found["weights"])
-    backend.follow(left, mean_right, found["next_right"])
-    written = Matrix(found["values"], matrix.residual)
-    backend.restore(written, left, right, mean_right, found["new_residual"])
+    with computed_by(backend):
+        dispatch.multiply(matrix, right, found["multiply"])
+        dispatch.multiply_transposed(matrix, left, found["multiply_transposed"])
+        dispatch.find_basis(left, found["left"], found["weights"])
+        dispatch.follow(left, mean_right, found["next_right"])
+        written = Matrix(found["values"], matrix.residual)
+        dispatch.restore(written, left, right, mean_right, found["new_residual"])
     return found
 
 
@@ -65,7 +66,7 @@ def _differences(found, expected):
 def test_every_instruction_set_gives_the_bits_of_torchs_operators(rows, columns, dtype):
     for rank in RANKS:
         inputs = _inputs(rows, columns, rank, dtype, seed=rank, residual=rank % 2 == 1)
-        expected = _everything(low_rank, *inputs)
+        expected = _everything(torch_ops, *inputs)
         for name in SETS:
             assert _differences(_everything(CpuKernels(name), *inputs), expected) == [], (rank, name)
 
@@ -77,4 +78,4 @@ def test_the_gpu_kernels_text_gives_the_bits_of_torchs_operators(tmp_path, dtype
     gpu.plan(lambda: _everything(gpu, *_inputs(2, 2, 1, dtype)))
     for rows, columns, rank in ((1, 1, 1), (17, 5, 3), (300, 33, 8), (9, 150, 10)):
         inputs = _inputs(rows, columns, rank, dtype, residual=rank != 3)
-        assert _differences(_everything(gpu, *inputs), _everything(low_rank, *inputs)) == [], (rows, rank)
+        assert _differences(_everything(gpu, *inputs), _everything(torch_ops, *inputs)) == [], (rows, rank)

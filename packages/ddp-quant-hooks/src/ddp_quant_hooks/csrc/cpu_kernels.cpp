@@ -524,7 +524,8 @@ void run(Kernel kernel, const BlockKernels& kernels, int threads, const Work& wo
 
 enum LowRank { kMultiply, kMultiplyTransposed, kRestore, kFindBasis, kFollow };
 
-void run_low_rank(int which, const LowRankKernels& kernels, int threads, const cpu_low_rank::Work& work) {
+void run_low_rank(int which, const LowRankKernels& kernels, int threads, int dtype,
+                  const cpu_low_rank::Work& work) {
     if (which >= kFindBasis) {  // of factors alone
         auto whole = which == kFindBasis ? kernels.find_basis : kernels.follow;
         return divide(1, 1, [&](int64_t, int64_t) { whole(work); });
@@ -537,7 +538,7 @@ void run_low_rank(int which, const LowRankKernels& kernels, int threads, const c
     int64_t pieces = (length + cpu_low_rank::kSums - 1) / cpu_low_rank::kSums;
     auto part = [&](int64_t first, int64_t last) {
         if (first < last)
-            by_dtype[work.dtype](work, first * cpu_low_rank::kSums, std::min(last * cpu_low_rank::kSums, length));
+            by_dtype[dtype](work, first * cpu_low_rank::kSums, std::min(last * cpu_low_rank::kSums, length));
     };
     divide(pieces, parts_of(work.rows * work.columns, threads), part);
 }
@@ -558,7 +559,7 @@ EXPORTED const char* quant_instruction_set(int index) {
 
 // The version of the functions here and of Work. A library that was built from other sources must not be
 // called.
-EXPORTED int quant_abi() { return 4; }
+EXPORTED int quant_abi() { return 5; }
 
 // Returns 0; 1 if there is no such kernel, or no such instruction set on this processor; 2 without enough
 // memory.
@@ -573,11 +574,12 @@ EXPORTED int quant_run(int kernel, int instruction_set, int threads, const Work*
     return 0;
 }
 
-// Does as quant_run, for products of a gradient and its factors.
-EXPORTED int quant_low_rank(int kernel, int instruction_set, int threads, const cpu_low_rank::Work* work) {
+// Does as quant_run, for products of a gradient of this dtype and its factors.
+EXPORTED int quant_low_rank(int kernel, int instruction_set, int threads, int dtype,
+                            const cpu_low_rank::Work* work) {
     if (kernel < 0 || kernel > kFollow || !quant_instruction_set(instruction_set)) return 1;
     try {
-        run_low_rank(kernel, *instruction_sets()[instruction_set].low_rank, threads, *work);
+        run_low_rank(kernel, *instruction_sets()[instruction_set].low_rank, threads, dtype, *work);
     } catch (const std::exception&) {
         return 2;
     }

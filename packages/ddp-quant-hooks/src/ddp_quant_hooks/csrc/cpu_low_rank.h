@@ -25,12 +25,11 @@ constexpr int64_t kRowsOfSum = 256;  // down a column
 constexpr int64_t kTile = 512;       // columns at a time: 8 factor columns of them fill half of the L1 cache
 constexpr int kRowsAtOnce = 4;
 
-// The arguments of one call. Pointers that a kernel does not use are null. Python makes it (`_LowRankWork` of
-// kernels/cpu.py), with the same members in the same order.
+// The arguments of one call. Pointers that a kernel does not use are null. Python makes it (`FactorCall.words` of
+// kernels/low_rank.py): 64-bit words in the same order.
 struct Work {
     int64_t rows, columns, rank;
     void* values;              // the gradient; `restore` writes the mean's
-    int dtype;
     const uint16_t* residual;  // bf16; null: none
     uint16_t* new_residual;    // bf16; `restore` writes it
     const float* left;         // rank x rows

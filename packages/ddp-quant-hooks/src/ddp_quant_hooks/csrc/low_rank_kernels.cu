@@ -16,8 +16,8 @@ constexpr int kMostRank = 64;   // whose Gram matrix fits into shared memory
 constexpr double kDependent = 1.0 / 4294967296.0;
 constexpr double kLeastSquare = 1.0 / 16384.0;
 
-// The parameter of a launch. Python makes it (`LowRankWork` of kernels/programs.py), and every program asserts that
-// both agree. Pointers that a kernel does not use are null.
+// The parameter of a launch. Python makes it (`FactorCall.words` of kernels/low_rank.py), and every program asserts
+// its size. Pointers that a kernel does not use are null.
 struct Work {
     int64_t rows, columns, rank;
     void* values;

@@ -12,7 +12,7 @@ import torch
 
 from ddp_quant_hooks.kernels.affine import affine_decode, affine_encode
 from ddp_quant_hooks.kernels.call import KernelCall
-from ddp_quant_hooks.kernels.low_rank import Matrix
+from ddp_quant_hooks.kernels.low_rank import KERNELS, FactorCall
 from ddp_quant_hooks.kernels.owned_files import refuse_foreign_file
 
 LIBRARY_VARIABLE = "DDP_QUANT_HOOKS_LIBRARY"
@@ -22,8 +22,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FORMATS = {"int8": 0, "int4": 1, "fp16": 2, "int1": 3}
 
 _ENCODE, _REDUCE, _DECODE = range(3)
-_MULTIPLY, _MULTIPLY_TRANSPOSED, _RESTORE, _FIND_BASIS, _FOLLOW = range(5)
-_ABI = 4
+_ABI = 5
 _NO_MEMORY = 2
 
 
@@ -44,25 +43,6 @@ class _Work(ctypes.Structure):
         ("message_rotate", ctypes.c_int),
         ("residual", ctypes.c_void_p),
         ("new_residual", ctypes.c_void_p),
-    )
-
-
-class _LowRankWork(ctypes.Structure):
-    """The arguments of a call on a matrix and its factors (csrc/cpu_low_rank.h)."""
-
-    _fields_ = (
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("rank", ctypes.c_int64),
-        ("values", ctypes.c_void_p),
-        ("dtype", ctypes.c_int),
-        ("residual", ctypes.c_void_p),
-        ("new_residual", ctypes.c_void_p),
-        ("left", ctypes.c_void_p),
-        ("right", ctypes.c_void_p),
-        ("mean_right", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
-        ("weights", ctypes.c_void_p),
     )
 
 
@@ -96,7 +76,7 @@ class CpuKernels:
         if not hasattr(self._library, "quant_abi") or self._library.quant_abi() != _ABI:
             raise OSError(f"{path} was built from other sources than this version's: install it again")
         self._library.quant_run.argtypes = (*(ctypes.c_int,) * 3, ctypes.POINTER(_Work))
-        self._library.quant_low_rank.argtypes = (*(ctypes.c_int,) * 3, ctypes.POINTER(_LowRankWork))
+        self._library.quant_low_rank.argtypes = (*(ctypes.c_int,) * 4, ctypes.POINTER(ctypes.c_int64))
         self._library.quant_instruction_set.restype = ctypes.c_char_p
         names = iter(map(self._library.quant_instruction_set, itertools.count()).__next__, None)
         self.available = [name.decode() for name in names]
@@ -128,47 +108,12 @@ class CpuKernels:
             code = self._library.quant_run(kernel, self._index, threads, ctypes.byref(work))
             self._require_done(code)
 
-    def multiply(self, matrix: Matrix, right: torch.Tensor, left: torch.Tensor) -> None:
-        """Write a matrix's products with a right factor; see :func:`kernels.low_rank.multiply`."""
-        work = _work_on(matrix, len(right))
-        work.right, work.sums = right.data_ptr(), left.data_ptr()
-        self._run_low_rank(_MULTIPLY, work)
-
-    def multiply_transposed(self, matrix: Matrix, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Write its products with a left factor; see :func:`kernels.low_rank.multiply_transposed`."""
-        work = _work_on(matrix, len(left))
-        work.left, work.sums = left.data_ptr(), right.data_ptr()
-        self._run_low_rank(_MULTIPLY_TRANSPOSED, work)
-
-    def restore(
-        self,
-        matrix: Matrix,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        mean_right: torch.Tensor,
-        new_residual: torch.Tensor,
-    ) -> None:
-        """Write the mean and what is left; see :func:`kernels.low_rank.restore`."""
-        work = _work_on(matrix, len(left))
-        work.left, work.right, work.mean_right = left.data_ptr(), right.data_ptr(), mean_right.data_ptr()
-        work.new_residual = new_residual.data_ptr()
-        self._run_low_rank(_RESTORE, work)
-
-    def find_basis(self, mean: torch.Tensor, left: torch.Tensor, weights: torch.Tensor) -> None:
-        """Write a left factor's basis; see :func:`kernels.low_rank.find_basis`."""
-        work = _LowRankWork(rows=mean.shape[1], rank=len(mean), left=mean.data_ptr())
-        work.sums, work.weights = left.data_ptr(), weights.data_ptr()
-        self._run_low_rank(_FIND_BASIS, work)
-
-    def follow(self, left: torch.Tensor, right: torch.Tensor, next_right: torch.Tensor) -> None:
-        """Write the next right factor; see :func:`kernels.low_rank.follow`."""
-        work = _LowRankWork(rows=left.shape[1], columns=right.shape[1], rank=len(left))
-        work.left, work.mean_right, work.sums = left.data_ptr(), right.data_ptr(), next_right.data_ptr()
-        self._run_low_rank(_FOLLOW, work)
-
-    def _run_low_rank(self, kernel: int, work: _LowRankWork) -> None:
-        code = self._library.quant_low_rank(kernel, self._index, _thread_count(), ctypes.byref(work))
-        self._require_done(code)
+    def run_on_factors(self, call: FactorCall) -> None:
+        """Do a call; see :class:`ddp_quant_hooks.kernels.dispatch.Backend`."""
+        words = call.words()
+        kernel, dtype = KERNELS.index(call.kernel), _DTYPES[call.matrix.values.dtype]
+        work = (ctypes.c_int64 * len(words))(*words)
+        self._require_done(self._library.quant_low_rank(kernel, self._index, _thread_count(), dtype, work))
 
     def _require_done(self, code: int) -> None:
         if code == _NO_MEMORY:
@@ -198,11 +143,3 @@ def _thread_count() -> int:
         (count,) = found
         _of_thread.count = count
     return count
-
-
-def _work_on(matrix: Matrix, rank: int) -> _LowRankWork:
-    rows, columns = matrix.values.shape
-    work = _LowRankWork(rows=rows, columns=columns, rank=rank, values=matrix.values.data_ptr())
-    work.dtype = _DTYPES[matrix.values.dtype]
-    work.residual = None if matrix.residual is None else matrix.residual.data_ptr()
-    return work

@@ -16,21 +16,19 @@ from ddp_quant_hooks.kernels import torch_ops
 from ddp_quant_hooks.kernels.affine import AffineLayout
 from ddp_quant_hooks.kernels.call import VALUE_DTYPES, KernelCall
 from ddp_quant_hooks.kernels.layout import ALIGNMENT, Layout
-from ddp_quant_hooks.kernels.low_rank import ROWS_OF_SUM, SUMS_OF_ROW, Matrix
+from ddp_quant_hooks.kernels.low_rank import FactorCall
 from ddp_quant_hooks.kernels.programs import (
-    FACTORS_AT_A_TIME,
     MOST_RANK,
     MOST_WORDS,
     THREADS,
     AffineWork,
     GpuProgram,
-    LowRankWork,
     affine_pieces,
     affine_program,
     block_program,
     channels_are_short,
     compile_program,
-    low_rank_program,
+    low_rank_launches,
     most_shards,
 )
 
@@ -137,76 +135,15 @@ class CudaKernels:
 
     # ---- matrices and their factors ----
 
-    def multiply(self, matrix: Matrix, right: torch.Tensor, left: torch.Tensor) -> None:
-        """Write a matrix's products with a right factor; see :func:`kernels.low_rank.multiply`."""
-        work = _work_on(matrix, len(right))._replace(right=right.data_ptr(), sums=left.data_ptr())
-        width = -(-work.rows // (THREADS // SUMS_OF_ROW)) * _factor_groups(work.rank)
-        self._launch(low_rank_program("multiply", matrix.values.dtype), [*work], width)
-
-    def multiply_transposed(self, matrix: Matrix, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Write products with a left factor; see :func:`kernels.low_rank.multiply_transposed`."""
-        blocks = -(-len(matrix.values) // ROWS_OF_SUM)
-        scratch = torch.empty(blocks * right.numel(), dtype=torch.float32, device=right.device)
-        work = _work_on(matrix, len(left))._replace(
-            left=left.data_ptr(), sums=right.data_ptr(), scratch=scratch.data_ptr()
-        )
-        width = -(-work.columns // THREADS) * _factor_groups(work.rank)
-        self._launch(low_rank_program("multiply_block", matrix.values.dtype), [*work], width, blocks)
-        self._launch(low_rank_program("add_blocks"), [*work], -(-right.numel() // THREADS))
-
-    def restore(
-        self,
-        matrix: Matrix,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        mean_right: torch.Tensor,
-        new_residual: torch.Tensor,
-    ) -> None:
-        """Write the mean and what is left; see :func:`kernels.low_rank.restore`."""
-        work = _work_on(matrix, len(left))._replace(
-            left=left.data_ptr(),
-            right=right.data_ptr(),
-            mean_right=mean_right.data_ptr(),
-            new_residual=new_residual.data_ptr(),
-        )
-        program = low_rank_program("restore", matrix.values.dtype)
-        self._launch(program, [*work], -(-matrix.values.numel() // THREADS))
-
-    def find_basis(self, mean: torch.Tensor, left: torch.Tensor, weights: torch.Tensor) -> None:
-        """Write a left factor's basis; see :func:`kernels.low_rank.find_basis`."""
-        rank, rows = mean.shape
-        if rank > MOST_RANK:
-            torch_ops.find_basis(mean, left, weights)
+    def run_on_factors(self, call: FactorCall) -> None:
+        """Do a call; see :class:`ddp_quant_hooks.kernels.dispatch.Backend`."""
+        if call.rank > MOST_RANK and call.kernel in {"find_basis", "follow"}:
+            torch_ops.run_on_factors(call)
             return
-        scratch = torch.empty(rows * (1 + rank), dtype=torch.float64, device=mean.device)
-        work = LowRankWork(
-            rows,
-            0,
-            rank,
-            left=mean.data_ptr(),
-            sums=left.data_ptr(),
-            weights=weights.data_ptr(),
-            scratch=scratch.data_ptr(),
-        )
-        self._launch(low_rank_program("find_basis"), [*work], 1)
-
-    def follow(self, left: torch.Tensor, right: torch.Tensor, next_right: torch.Tensor) -> None:
-        """Write the next right factor; see :func:`kernels.low_rank.follow`."""
-        rank, columns = right.shape
-        if rank > MOST_RANK:
-            torch_ops.follow(left, right, next_right)
-            return
-        scratch = torch.empty(columns, dtype=torch.float64, device=right.device)
-        work = LowRankWork(
-            left.shape[1],
-            columns,
-            rank,
-            left=left.data_ptr(),
-            mean_right=right.data_ptr(),
-            sums=next_right.data_ptr(),
-            scratch=scratch.data_ptr(),
-        )
-        self._launch(low_rank_program("follow"), [*work], 1)
+        scratch_bytes, launches = low_rank_launches(call)
+        scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=call.device)
+        for program, width, height in launches:
+            self._launch(program, [*call.words(), scratch.data_ptr()], width, height)
 
     # ---- launching ----
 
@@ -258,17 +195,6 @@ class CudaKernels:
             kernel = ObjectCode.from_cubin(code).get_kernel("kernel")
             found = self._kernels[program] = kernel, self._driver.CUfunction(int(kernel.handle))
         return found
-
-
-def _work_on(matrix: Matrix, rank: int) -> LowRankWork:
-    rows, columns = matrix.values.shape
-    residual = 0 if matrix.residual is None else matrix.residual.data_ptr()
-    return LowRankWork(rows, columns, rank, matrix.values.data_ptr(), residual)
-
-
-def _factor_groups(rank: int) -> int:
-    """Return how often threads go through a matrix, for so many columns of a factor."""
-    return -(-rank // FACTORS_AT_A_TIME)
 
 
 def _are_aligned(pointers: Sequence[int]) -> bool:

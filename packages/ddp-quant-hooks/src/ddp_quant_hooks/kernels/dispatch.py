@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from ddp_quant_hooks.kernels import floats, low_rank, torch_ops
+from ddp_quant_hooks.kernels import floats, torch_ops
 from ddp_quant_hooks.kernels.affine import AffineLayout
 from ddp_quant_hooks.kernels.call import (
     VALUE_DTYPES,
@@ -24,7 +24,7 @@ from ddp_quant_hooks.kernels.call import (
 from ddp_quant_hooks.kernels.cpu import LIBRARY_VARIABLE, CpuKernels, library_path
 from ddp_quant_hooks.kernels.cuda import CudaKernels
 from ddp_quant_hooks.kernels.layout import Layout
-from ddp_quant_hooks.kernels.low_rank import Matrix
+from ddp_quant_hooks.kernels.low_rank import FactorCall, Matrix
 
 _log = logging.getLogger(__name__)
 
@@ -35,27 +35,8 @@ class Backend(Protocol):
     def run(self, call: KernelCall) -> None:
         """Do a call that has values; shards may be empty."""
 
-    def multiply(self, matrix: Matrix, right: torch.Tensor, left: torch.Tensor) -> None:
-        """Write a matrix's products with a right factor."""
-
-    def multiply_transposed(self, matrix: Matrix, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Write a transposed matrix's products with a left factor."""
-
-    def restore(
-        self,
-        matrix: Matrix,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        mean_right: torch.Tensor,
-        new_residual: torch.Tensor,
-    ) -> None:
-        """Write the product of the factors, and what is left of the matrix."""
-
-    def find_basis(self, mean: torch.Tensor, left: torch.Tensor, weights: torch.Tensor) -> None:
-        """Write a basis of a left factor."""
-
-    def follow(self, left: torch.Tensor, right: torch.Tensor, next_right: torch.Tensor) -> None:
-        """Write the right factor of the next step."""
+    def run_on_factors(self, call: FactorCall) -> None:
+        """Do a call on a matrix and factors of it, or on factors alone."""
 
     def affine_encode(self, values: torch.Tensor, message: torch.Tensor, layout: AffineLayout) -> None:
         """Write the message of the values."""
@@ -295,27 +276,37 @@ def _check_affine(
     mark_written(uses)
 
 
-# ---- matrices and their factors: see kernels.low_rank ----
+# ---- matrices and their factors ----
 
 
 def multiply(matrix: Matrix, right: torch.Tensor, left: torch.Tensor) -> None:
-    """Write a matrix's products with a right factor; see :func:`kernels.low_rank.multiply`.
+    """Write the products of a matrix and the columns of a right factor.
+
+    Args:
+        matrix: Rows x columns.
+        right: The factor; fp32, of shape (rank, columns).
+        left: The output; fp32, of shape (rank, rows).
 
     Raises:
         TypeError, ValueError: A tensor has another dtype, shape or device than the matrix asks for, or gaps.
     """
-    low_rank.check(matrix, left=left, right=right)
-    backend_for(matrix.device).multiply(matrix, right, left)
+    _run_on_factors(FactorCall("multiply", *matrix.values.shape, len(right), matrix, right=right, sums=left))
 
 
 def multiply_transposed(matrix: Matrix, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Write products with a left factor; see :func:`kernels.low_rank.multiply_transposed`.
+    """Write the products of a matrix, transposed, and the columns of a left factor.
+
+    Args:
+        matrix: Rows x columns.
+        left: The factor; fp32, of shape (rank, rows).
+        right: The output; fp32, of shape (rank, columns).
 
     Raises:
         TypeError, ValueError: As :func:`multiply`.
     """
-    low_rank.check(matrix, left=left, right=right)
-    backend_for(matrix.device).multiply_transposed(matrix, left, right)
+    _run_on_factors(
+        FactorCall("multiply_transposed", *matrix.values.shape, len(left), matrix, left=left, sums=right)
+    )
 
 
 def restore(
@@ -325,37 +316,70 @@ def restore(
     mean_right: torch.Tensor,
     new_residual: torch.Tensor,
 ) -> None:
-    """Write the product of the factors, and what is left of the matrix; see :func:`kernels.low_rank.restore`.
+    """Write the mean of all ranks' gradients in place of the own, and what this rank's factors leave.
+
+    Args:
+        matrix: Rows x columns; its values become ``left^T mean_right``.
+        left: The left factor of all ranks; fp32, of shape (rank, rows).
+        right: The right factor as this rank has contributed it; fp32, of shape (rank, columns).
+        mean_right: The mean of all ranks' right factors.
+        new_residual: The output for the matrix without ``left^T right``; bf16, without memory in common with
+            the matrix.
 
     Raises:
         TypeError, ValueError: As :func:`multiply`.
     """
-    low_rank.check(matrix, left=left, right=right)
-    low_rank.check(matrix._replace(residual=new_residual), left=left, right=mean_right)
-    backend_for(matrix.device).restore(matrix, left, right, mean_right, new_residual)
+    _run_on_factors(
+        FactorCall("restore", *matrix.values.shape, len(left), matrix, new_residual, left, right, mean_right)
+    )
     if not matrix.values.is_inference():  # which has no version
         torch.autograd.graph.increment_version(matrix.values)  # autograd does not see compiled kernels
 
 
 def find_basis(mean: torch.Tensor, left: torch.Tensor, weights: torch.Tensor) -> None:
-    """Write a basis of a left factor; see :func:`kernels.low_rank.find_basis`.
+    """Write an orthonormal basis of what a left factor's columns span, with rows that are more alike.
+
+    Rows are divided by the fourth roots of their mean squares first: with a few large rows, a low rank would
+    be spent on these. All of it depends on the factor alone, so ranks that have the same one get the same
+    bits. A column that depends on those before it becomes zero. From the first column with a NaN on, all are
+    NaN.
+
+    Args:
+        mean: The left factor of all ranks; fp32, of shape (rank, rows).
+        left: The output for the basis times the rows' scales; the same.
+        weights: The output for the basis divided by the rows' scales; the same.
 
     Raises:
         TypeError, ValueError: As :func:`multiply`.
     """
-    low_rank.check_factors(mean.shape, mean.device, mean=mean, left=left, weights=weights)
-    backend_for(mean.device).find_basis(mean, left, weights)
+    rank, rows = mean.shape
+    _run_on_factors(FactorCall("find_basis", rows, 0, rank, left=mean, sums=left, weights=weights))
 
 
 def follow(left: torch.Tensor, right: torch.Tensor, next_right: torch.Tensor) -> None:
-    """Write the right factor of the next step; see :func:`kernels.low_rank.follow`.
+    """Write the right factor for the next step.
+
+    Columns of the matrix are divided by the fourth roots of their mean squares, as rows are: twice, once for
+    the matrix and once for the factor.
+
+    Args:
+        left: The left factor of all ranks; fp32, of shape (rank, rows).
+        right: The right factor of all ranks; fp32, of shape (rank, columns).
+        next_right: The output, each column times a power of two. A column of zeros becomes one of signs, as
+            it would stay zero for ever.
 
     Raises:
         TypeError, ValueError: As :func:`multiply`.
     """
-    low_rank.check_factors(right.shape, right.device, right=right, next_right=next_right)
-    low_rank.check_factors((len(right), left.shape[1]), right.device, left=left)
-    backend_for(right.device).follow(left, right, next_right)
+    rank, rows = left.shape
+    _run_on_factors(
+        FactorCall("follow", rows, right.shape[1], rank, left=left, mean_right=right, sums=next_right)
+    )
+
+
+def _run_on_factors(call: FactorCall) -> None:
+    call.check()
+    backend_for(call.device).run_on_factors(call)
 
 
 # ---- the backends ----

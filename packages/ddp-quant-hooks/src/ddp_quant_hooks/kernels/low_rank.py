@@ -11,8 +11,7 @@ one order, whatever computes it, and each operator rounds once:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch.nn.functional import pad
@@ -43,11 +42,6 @@ class Matrix(NamedTuple):
     values: torch.Tensor
     residual: torch.Tensor | None
 
-    @property
-    def device(self) -> torch.device:
-        """The device of its tensors."""
-        return self.values.device
-
     def sum(self) -> torch.Tensor:
         """Return both together, in fp32. A finite value stays finite."""
         values = self.values.float()
@@ -57,145 +51,147 @@ class Matrix(NamedTuple):
         return torch.where(values.isfinite(), (values + self.residual).clamp(-largest, largest), values)
 
 
-def check(matrix: Matrix, *, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Raise unless the kernels can work on a matrix and two factors of it.
+Kernel: TypeAlias = Literal["multiply", "multiply_transposed", "restore", "find_basis", "follow"]
+KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+"""In the order of ``LowRank`` in csrc/cpu_kernels.cpp."""
 
-    Raises:
-        TypeError: A tensor is of another dtype.
-        ValueError: It is of another shape, on another device, or has gaps.
+_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
+
+
+class FactorCall(NamedTuple):
+    """A kernel's call on a matrix and factors of it, or on factors alone; see :mod:`.dispatch`.
+
+    Attributes:
+        kernel: Which one.
+        rows: Of the matrix.
+        columns: Of the matrix; 0 if the kernel does not need them.
+        rank: The number of columns of each factor.
+        matrix: Without elements if the kernel needs factors alone.
+        new_residual: As ``Work`` in csrc/cpu_low_rank.h and csrc/low_rank_kernels.cu has it, like all that
+            follow; without elements if the kernel does not use it.
+        left: Likewise.
+        right: Likewise.
+        mean_right: Likewise.
+        sums: Likewise.
+        weights: Likewise.
     """
-    values, residual = matrix
-    if values.dtype not in VALUE_DTYPES:
-        raise TypeError(f"values must be of {' or '.join(map(str, VALUE_DTYPES))}, got {values.dtype}")
-    rows, columns = values.shape
-    _check("values", values, values.dtype, (rows, columns), values.device)
-    if residual is not None:
-        _check("residual", residual, torch.bfloat16, (rows, columns), values.device)
-    check_factors((len(left), rows), values.device, left=left)
-    check_factors((len(left), columns), values.device, right=right)
 
+    kernel: Kernel
+    rows: int
+    columns: int
+    rank: int
+    matrix: Matrix = Matrix(_NOTHING, None)
+    new_residual: torch.Tensor = _NOTHING
+    left: torch.Tensor = _NOTHING
+    right: torch.Tensor = _NOTHING
+    mean_right: torch.Tensor = _NOTHING
+    sums: torch.Tensor = _NOTHING
+    weights: torch.Tensor = _NOTHING
 
-def check_factors(shape: Sequence[int], device: torch.device, **factors: torch.Tensor) -> None:
-    """Raise unless factors are of this shape. Raises as :func:`check`."""
-    for name, factor in factors.items():
-        _check(name, factor, torch.float32, shape, device)
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        return (self.left if self.sums is _NOTHING else self.sums).device
 
+    def words(self) -> list[int]:
+        """Return the sizes, and the addresses of all tensors; 0 where there is none."""
+        _, *sizes, (values, residual) = self[:5]
+        tensors = values, residual, *self[5:]
+        return [*sizes, *(0 if one is None else one.data_ptr() for one in tensors)]
 
-def _check(
-    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], device: torch.device
-) -> None:
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} must be of {dtype}, got {tensor.dtype}")
-    if tuple(tensor.shape) != tuple(shape) or not tensor.is_contiguous() or tensor.device != device:
-        raise ValueError(
-            f"{name} must be contiguous, of shape {tuple(shape)} and on {device}, got {tuple(tensor.shape)} "
-            f"with strides {tensor.stride()} on {tensor.device}"
-        )
+    def check(self) -> None:
+        """Raise unless the kernel can do this.
+
+        Raises:
+            TypeError: A tensor is of another dtype.
+            ValueError: It is of another shape, on another device, or has gaps.
+        """
+        values, residual = self.matrix
+        if values.dtype not in VALUE_DTYPES:
+            raise TypeError(f"values must be of {' or '.join(map(str, VALUE_DTYPES))}, got {values.dtype}")
+        whole, left, right = (self.rows, self.columns), (self.rank, self.rows), (self.rank, self.columns)
+        sums = left if self.kernel in {"multiply", "find_basis"} else right
+        for name, tensor, dtype, shape in (
+            ("values", values, values.dtype, whole),
+            ("residual", residual, torch.bfloat16, whole),
+            ("new_residual", self.new_residual, torch.bfloat16, whole),
+            ("left", self.left, torch.float32, left),
+            ("right", self.right, torch.float32, right),
+            ("mean_right", self.mean_right, torch.float32, right),
+            ("sums", self.sums, torch.float32, sums),
+            ("weights", self.weights, torch.float32, left),
+        ):
+            if tensor is None or tensor is _NOTHING:
+                continue
+            if tensor.dtype != dtype:
+                raise TypeError(f"{name} must be of {dtype}, got {tensor.dtype}")
+            if tuple(tensor.shape) != shape or not tensor.is_contiguous() or tensor.device != self.device:
+                raise ValueError(
+                    f"{name} must be contiguous, of shape {shape} and on {self.device}, got "
+                    f"{tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+                )
 
 
 @torch.no_grad()
-def multiply(matrix: Matrix, right: torch.Tensor, left: torch.Tensor) -> None:
-    """Write the products of a matrix and the columns of a right factor.
-
-    Args:
-        matrix: Rows x columns.
-        right: The factor; fp32, of shape (rank, columns).
-        left: The output; fp32, of shape (rank, rows).
-    """
-    rows = _in_lanes(matrix.sum())  # (rows, pieces, lanes)
-    factors = _in_lanes(right)
-    for k in range(len(right)):
-        left[k] = _sum_of_lanes(rows, factors[k].unsqueeze(0))
+def run(call: FactorCall) -> None:
+    """Do a call; see :class:`ddp_quant_hooks.kernels.dispatch.Backend`."""
+    _BY_NAME[call.kernel](call)
 
 
-@torch.no_grad()
-def multiply_transposed(matrix: Matrix, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Write the products of a matrix, transposed, and the columns of a left factor.
+def _multiply(call: FactorCall) -> None:
+    rows = _in_lanes(call.matrix.sum())  # (rows, pieces, lanes)
+    factors = _in_lanes(call.right)
+    for k in range(call.rank):
+        call.sums[k] = _sum_of_lanes(rows, factors[k].unsqueeze(0))
 
-    Args:
-        matrix: Rows x columns.
-        left: The factor; fp32, of shape (rank, rows).
-        right: The output; fp32, of shape (rank, columns).
-    """
-    whole = matrix.sum()
+
+def _multiply_transposed(call: FactorCall) -> None:
+    whole = call.matrix.sum()
     missing = -len(whole) % ROWS_OF_SUM
-    blocks = pad(whole, (0, 0, 0, missing)).view(-1, ROWS_OF_SUM, whole.shape[1])
-    weights = pad(left, (0, missing)).view(len(left), -1, ROWS_OF_SUM)
-    sums = torch.zeros(len(left), len(blocks), whole.shape[1], dtype=torch.float32, device=whole.device)
-    for row in range(min(ROWS_OF_SUM, len(whole))):
+    blocks = pad(whole, (0, 0, 0, missing)).view(-1, ROWS_OF_SUM, call.columns)
+    weights = pad(call.left, (0, missing)).view(call.rank, -1, ROWS_OF_SUM)
+    sums = torch.zeros(call.rank, len(blocks), call.columns, dtype=torch.float32, device=whole.device)
+    for row in range(min(ROWS_OF_SUM, call.rows)):
         sums += weights[:, :, row, None] * blocks[:, row]
-    right.zero_()
+    call.sums.zero_()
     for block in sums.unbind(1):
-        right += block
+        call.sums.add_(block)
 
 
-@torch.no_grad()
-def restore(
-    matrix: Matrix,
-    left: torch.Tensor,
-    right: torch.Tensor,
-    mean_right: torch.Tensor,
-    new_residual: torch.Tensor,
-) -> None:
-    """Write the mean of all ranks' gradients in place of the own, and what this rank's factors leave.
-
-    Args:
-        matrix: Rows x columns; its values become ``left^T mean_right``.
-        left: The left factor of all ranks; fp32, of shape (rank, rows).
-        right: The right factor as this rank has contributed it; fp32, of shape (rank, columns).
-        mean_right: The mean of all ranks' right factors.
-        new_residual: The output for the matrix without ``left^T right``; bf16, without memory in common with
-            the matrix.
-    """
-    whole, limits = matrix.sum(), torch.finfo(matrix.values.dtype)
-    new_residual.copy_(whole - _product(left, right))
-    mean = _product(left, mean_right)
-    matrix.values.copy_(mean.clamp(limits.min, limits.max))
-    matrix.values.masked_fill_(mean.isnan(), torch.nan)
+def _restore(call: FactorCall) -> None:
+    whole, values = call.matrix.sum(), call.matrix.values
+    call.new_residual.copy_(whole - _product(call.left, call.right))
+    mean, limits = _product(call.left, call.mean_right), torch.finfo(values.dtype)
+    values.copy_(mean.clamp(limits.min, limits.max))
+    values.masked_fill_(mean.isnan(), torch.nan)
 
 
-@torch.no_grad()
-def find_basis(mean: torch.Tensor, left: torch.Tensor, weights: torch.Tensor) -> None:
-    """Write an orthonormal basis of what a left factor's columns span, with rows that are more alike.
-
-    Rows are divided by the fourth roots of their mean squares first: with a few large rows, a low rank would
-    be spent on these. All of it depends on the factor alone, so ranks that have the same one get the same
-    bits. A column that depends on those before it becomes zero. From the first column with a NaN on, all are
-    NaN.
-
-    Args:
-        mean: The left factor of all ranks; fp32, of shape (rank, rows).
-        left: The output for the basis times the rows' scales; the same.
-        weights: The output for the basis divided by the rows' scales; the same.
-    """
-    squares = mean.double().square()
+def _find_basis(call: FactorCall) -> None:
+    squares = call.left.double().square()
     largest = squares.amax(1)
     scales = _roots(squares, torch.where(largest == 0, 0.0, 1.0 / largest)).sqrt()
-    columns = (mean / scales).float()
+    columns = (call.left / scales).float()
     basis = torch.stack(_orthonormal(columns))
-    left.copy_(basis * scales)
-    weights.copy_(basis / scales)
+    call.sums.copy_(basis * scales)
+    call.weights.copy_(basis / scales)
 
 
-@torch.no_grad()
-def follow(left: torch.Tensor, right: torch.Tensor, next_right: torch.Tensor) -> None:
-    """Write the right factor for the next step.
-
-    Columns of the matrix are divided by the fourth roots of their mean squares, as rows are: twice, once for
-    the matrix and once for the factor.
-
-    Args:
-        left: The left factor of all ranks; fp32, of shape (rank, rows).
-        right: The right factor of all ranks; fp32, of shape (rank, columns).
-        next_right: The output, each column times a power of two. A column of zeros becomes one of signs, as
-            it would stay zero for ever.
-    """
-    columns = right.double()
-    columns = columns / _roots(columns.square(), left.double().square().amax(1))
+def _follow(call: FactorCall) -> None:
+    columns = call.mean_right.double()
+    columns = columns / _roots(columns.square(), call.left.double().square().amax(1))
     largest = columns.abs().amax(1, keepdim=True)
-    signs = rotation.signs(right.numel(), right.device).view_as(right)
+    signs = rotation.signs(columns.numel(), columns.device).view_as(columns)
     power = torch.frexp(largest).mantissa / largest
-    next_right.copy_(torch.where(largest == 0, signs, columns * power))
+    call.sums.copy_(torch.where(largest == 0, signs, columns * power))
+
+
+_BY_NAME = {
+    "multiply": _multiply,
+    "multiply_transposed": _multiply_transposed,
+    "restore": _restore,
+    "find_basis": _find_basis,
+    "follow": _follow,
+}
 
 
 def _roots(squares: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 
 from ddp_quant_hooks.kernels.call import Shard
 from ddp_quant_hooks.kernels.layout import Layout
-from ddp_quant_hooks.kernels.low_rank import ROWS_OF_SUM, SUMS_OF_ROW
+from ddp_quant_hooks.kernels.low_rank import ROWS_OF_SUM, SUMS_OF_ROW, FactorCall
 from ddp_quant_hooks.kernels.owned_files import make_own_folder, refuse_foreign_file
 
 _log = logging.getLogger(__name__)
@@ -55,23 +55,6 @@ class AffineWork(NamedTuple):
     tensor: int
     message: int = 0
     extremes: int = 0
-
-
-class LowRankWork(NamedTuple):
-    """``Work`` in csrc/low_rank_kernels.cu; addresses: 0 if unused."""
-
-    rows: int
-    columns: int
-    rank: int
-    values: int = 0
-    residual: int = 0
-    new_residual: int = 0
-    left: int = 0
-    right: int = 0
-    mean_right: int = 0
-    sums: int = 0
-    weights: int = 0
-    scratch: int = 0
 
 
 @dataclass(frozen=True)
@@ -217,7 +200,7 @@ def low_rank_program(kernel: str, dtype: torch.dtype | None = None) -> GpuProgra
         kernel: Its name there.
         dtype: Of the gradient; ``None``: it works on factors alone.
     """
-    words = len(LowRankWork._fields)
+    words = 12  # the sizes, the addresses of tensors, and that of scratch memory
     constants = {
         "kThreads": THREADS,
         "kSums": SUMS_OF_ROW,
@@ -229,6 +212,23 @@ def low_rank_program(kernel: str, dtype: torch.dtype | None = None) -> GpuProgra
     checks = " && ".join(f"{name} == {value}" for name, value in constants.items())
     call = kernel if dtype is None else _call(kernel, _VALUES[dtype])
     return GpuProgram("low_rank_kernels.cu", call, "Work", words, 1, checks)
+
+
+def low_rank_launches(call: FactorCall) -> tuple[int, list[tuple[GpuProgram, int, int]]]:
+    """Return the bytes of scratch memory for a call, and its launches: programs, widths and heights."""
+    dtype, values = call.matrix.values.dtype, call.rows * call.columns
+    groups = -(-call.rank // FACTORS_AT_A_TIME)  # how often threads go through the matrix
+    if call.kernel == "multiply":
+        width = -(-call.rows // (THREADS // SUMS_OF_ROW)) * groups
+        return 0, [(low_rank_program("multiply", dtype), width, 1)]
+    if call.kernel == "multiply_transposed":
+        blocks, sums = -(-call.rows // ROWS_OF_SUM), call.rank * call.columns
+        of_blocks = low_rank_program("multiply_block", dtype), -(-call.columns // THREADS) * groups, blocks
+        return 4 * blocks * sums, [of_blocks, (low_rank_program("add_blocks"), -(-sums // THREADS), 1)]
+    if call.kernel == "restore":
+        return 0, [(low_rank_program("restore", dtype), -(-values // THREADS), 1)]
+    doubles = call.rows * (1 + call.rank) if call.kernel == "find_basis" else call.columns
+    return 8 * doubles, [(low_rank_program(call.kernel), 1, 1)]
 
 
 def affine_pieces(values: int, channel: int) -> int:

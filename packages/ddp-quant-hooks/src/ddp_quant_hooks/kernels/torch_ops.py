@@ -14,18 +14,9 @@ from ddp_quant_hooks.kernels import rotation
 from ddp_quant_hooks.kernels.affine import affine_decode, affine_encode
 from ddp_quant_hooks.kernels.call import KernelCall
 from ddp_quant_hooks.kernels.layout import Format, Layout
-from ddp_quant_hooks.kernels.low_rank import find_basis, follow, multiply, multiply_transposed, restore
+from ddp_quant_hooks.kernels.low_rank import run as run_on_factors
 
-__all__ = [
-    "affine_decode",
-    "affine_encode",
-    "find_basis",
-    "follow",
-    "multiply",
-    "multiply_transposed",
-    "restore",
-    "run",
-]
+__all__ = ["affine_decode", "affine_encode", "run", "run_on_factors"]
 
 _LEVELS = {"int8": 127.0, "int4": 7.0, "fp16": 1.0, "int1": 1.0}
 _NAN_BITS = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
