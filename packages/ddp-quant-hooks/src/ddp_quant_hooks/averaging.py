@@ -17,11 +17,11 @@ from ddp_quant_hooks.exchange.exchange import NotFinite
 from ddp_quant_hooks.exchange.placement import Placement, choose_placement
 from ddp_quant_hooks.exchange.plan import Formats, Plan, Span
 from ddp_quant_hooks.exchange.planner import plan_average
-from ddp_quant_hooks.exchange.values import Scratch, Values
+from ddp_quant_hooks.exchange.values import Scratch, Values, put_back
 from ddp_quant_hooks.feedback.residuals import Owner, owner_length
-from ddp_quant_hooks.feedback.step import Step
+from ddp_quant_hooks.feedback.step import Step, value_count
 from ddp_quant_hooks.feedback.store import Feedback
-from ddp_quant_hooks.kernels import Layout
+from ddp_quant_hooks.kernels import VALUE_DTYPES, Layout
 from ddp_quant_hooks.options import Options
 from ddp_quant_hooks.statistics import BucketCounter, bytes_around_ring
 from dist_utils.process_groups import runs_on_host
@@ -36,16 +36,34 @@ Parts: TypeAlias = Generator[None, None, T]
 """What runs with pauses, and returns a result."""
 
 
+class Decided(NamedTuple):
+    """What is decided about values once, for all steps.
+
+    Attributes:
+        plan: How they are averaged in few bits, or those of them that are not exact.
+        few: Where these are, if some are exact; else ``None``.
+        exact: The values that are averaged without compression.
+    """
+
+    plan: Any
+    few: tuple[Span, ...] | None = None
+    exact: tuple[Span, ...] = ()
+
+
 class Prepared(NamedTuple):
     """What was decided on the caller's thread, for :meth:`Average.run`.
 
     Attributes:
-        task: How values are averaged.
+        decided: For all steps.
+        task: How values are averaged in few bits in this one.
+        not_finite: Called with flags, whether a value of a mean is not finite; ``None`` if nobody asks.
         is_sampled: Whether the error is measured.
         in_parts: Whether :meth:`Average.run_in_parts` only sends messages, and calls no collectives.
     """
 
+    decided: Decided
     task: Any
+    not_finite: NotFinite | None
     is_sampled: bool
     in_parts: bool
 
@@ -103,14 +121,31 @@ class Average(ABC):
         formats = Formats(*self._options.layouts(torch.float32), 4)
         plan_average(placement, 0, 1, formats, levels=self._options.levels)
 
-    @abstractmethod
     def quantizes(self, owners: Sequence[Owner], tensors: Sequence[torch.Tensor], ranks: int) -> bool:
         """Return whether values are averaged here, and not without compression; the same on all ranks.
+
+        Neither small buckets are, nor exact values alone, nor fp64.
 
         Args:
             owners: The parameters or keys that the values belong to, in their order.
             tensors: The tensors that they are in, real or complex: one for each owner, or one for all.
             ranks: How many ranks average.
+
+        Raises:
+            ValueError: As :meth:`is_exact`.
+        """
+        if tensors[0].dtype.to_real() not in VALUE_DTYPES:
+            return False
+        if sum(tensor.nbytes for tensor in tensors) < self._options.least_bytes(ranks):
+            return False
+        return any(owner_length(owner) and not self.is_exact(owner) for owner in owners)
+
+    @abstractmethod
+    def is_exact(self, owner: Owner) -> bool:
+        """Return whether the user wants an owner's values to be averaged without compression.
+
+        Raises:
+            ValueError: It is not known.
         """
 
     @abstractmethod
@@ -119,7 +154,7 @@ class Average(ABC):
 
     def decide(
         self, group: dist.ProcessGroup, owners: Sequence[Owner], tensors: Sequence[torch.Tensor]
-    ) -> Any | None:
+    ) -> Decided | None:
         """Decide about values what stays as it is in every step, for :meth:`prepare`, alike on all ranks.
 
         Args:
@@ -132,12 +167,16 @@ class Average(ABC):
         """
         if any(tensor.is_sparse for tensor in tensors) or not self.quantizes(owners, tensors, group.size()):
             return None
-        return self._decide(group, owners, tensors)
+        if not any(map(self.is_exact, owners)):
+            return Decided(self._plan_of(group, owners, sum(map(value_count, tensors)), tensors[0]))
+        few, exact = split_owners(owners, self.is_exact)
+        plan = self._plan_of(group, self._not_exact(owners), sum(map(len, few)), tensors[0])
+        return Decided(plan, few, exact)
 
     def prepare(
         self,
         step: Step,
-        decided: Any,
+        decided: Decided,
         owners: Sequence[Owner],
         tensors: Sequence[torch.Tensor],
         *,
@@ -158,10 +197,13 @@ class Average(ABC):
             ValueError: An option does not fit the ranks, or their hosts; on all of them.
         """
         label ^= self._prepared << 32  # messages of several buckets are on their way at the same time
-        task = self._task_of(step, decided, owners, tensors, label)
+        not_finite = step.outcome.not_finite if self._feedback.wanted else None
+        owners = owners if decided.few is None else self._not_exact(owners)
+        task = self._task_of(step, decided.plan, owners, tensors[0].device, not_finite, label)
         sampled = is_sampled(self._prepared, self._options.sample_every)
         self._prepared += 1
-        return Prepared(task, sampled, self._pauses and not (sampled or task.exact))
+        in_parts = self._pauses and not (sampled or decided.exact)
+        return Prepared(decided, task, not_finite, sampled, in_parts)
 
     def run(self, group: dist.ProcessGroup, values: Values, prepared: Prepared) -> None:
         """Average values in place, the same bits on all ranks, and count them. A job.
@@ -179,53 +221,68 @@ class Average(ABC):
 
         For :meth:`dist_utils.OrderedWorker.submit_in_parts`, if :attr:`Prepared.in_parts` allows that.
         """
-        reference, error = None, None
+        reference, error, few, without_compression = None, None, values, 0
         if prepared.is_sampled:
             reference = values.to(torch.float32).div_(group.size())
             dist.all_reduce(reference, group=group)
-        sent, outside = yield from self._average(group, values, prepared.task)
-        if reference is not None:
-            more = self.bytes_of_ring(group, reference.nbytes)
+            without_compression += reference.nbytes
+        if prepared.decided.few is not None:
+            exact = values.parts_of(prepared.decided.exact)
+            without_compression += self._average_exact(group, exact, prepared.not_finite)
+            few = Values(values.parts_of(prepared.decided.few))
+        sent, outside = yield from self._average(group, few, prepared.task)
+        if without_compression:
+            more = self.bytes_of_ring(group, without_compression)
             sent, outside = sent + more[0], outside + more[1]
+        if reference is not None:
             error = relative_error(values.to(torch.float32), reference)
         self._counter.add(values.nbytes, group.size(), sent, outside, quantized=True, error=error)
 
+    def _average_exact(
+        self, group: dist.ProcessGroup, exact: Sequence[torch.Tensor], not_finite: NotFinite | None
+    ) -> int:
+        """Average values without compression, in fp32 and in place; return how many bytes they have there."""
+        mean = Values(exact).to(torch.float32).div_(group.size())
+        dist.all_reduce(mean, group=group)
+        if not_finite is not None:
+            not_finite(~mean.isfinite().all())
+        put_back(exact, mean)
+        return mean.nbytes
+
+    def _not_exact(self, owners: Sequence[Owner]) -> list[Owner]:
+        return [owner for owner in owners if not self.is_exact(owner)]
+
     @abstractmethod
-    def _decide(
-        self, group: dist.ProcessGroup, owners: Sequence[Owner], tensors: Sequence[torch.Tensor]
+    def _plan_of(
+        self, group: dist.ProcessGroup, owners: Sequence[Owner], count: int, like: torch.Tensor
     ) -> Any:
-        """Return what is decided about values that are quantized; see :meth:`decide`."""
+        """Return what is decided about values that are sent in few bits; see :meth:`decide`.
+
+        Args:
+            group: As for :meth:`decide`.
+            owners: Those of these values.
+            count: Their number.
+            like: A tensor of their dtype and device.
+        """
 
     @abstractmethod
     def _task_of(
         self,
         step: Step,
-        decided: Any,
+        plan: Any,
         owners: Sequence[Owner],
-        tensors: Sequence[torch.Tensor],
+        device: torch.device,
+        not_finite: NotFinite | None,
         label: int,
     ) -> Any:
-        """Decide how values are averaged; see :meth:`prepare`.
-
-        The task has the attribute ``exact``: what is averaged without compression, by a collective.
-        """
+        """Decide how values are sent in few bits in a step; see :meth:`prepare`."""
 
     @abstractmethod
     def _average(self, group: dist.ProcessGroup, values: Values, task: Any) -> Parts[tuple[int, int]]:
-        """Average values in place; return the bytes that were sent, and those of them to other hosts.
+        """Average values in few bits, in place; return the bytes sent, and those of them to other hosts.
 
         See :meth:`run_in_parts`.
         """
-
-    def _mean_of_exact(
-        self, group: dist.ProcessGroup, exact: Sequence[torch.Tensor], not_finite: NotFinite | None
-    ) -> tuple[torch.Tensor, tuple[int, int]]:
-        """Return the mean of values without compression, in fp32, and the bytes as :meth:`bytes_of_ring`."""
-        mean = Values(exact).to(torch.float32).div_(group.size())
-        dist.all_reduce(mean, group=group)
-        if not_finite is not None:
-            not_finite(~mean.isfinite().all())
-        return mean, self.bytes_of_ring(group, mean.nbytes)
 
     @abstractmethod
     def refuse_flat(self, name: str) -> None:

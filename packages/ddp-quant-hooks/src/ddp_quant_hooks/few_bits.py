@@ -8,45 +8,26 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.averaging import Average, Parts, split_owners
+from ddp_quant_hooks.averaging import Average, Parts
 from ddp_quant_hooks.exchange import exchange
 from ddp_quant_hooks.exchange.exchange import NotFinite, Residuals, Task
-from ddp_quant_hooks.exchange.plan import Plan, Span
+from ddp_quant_hooks.exchange.plan import Plan
 from ddp_quant_hooks.exchange.planner import plan_average, plan_reduce_scatter
-from ddp_quant_hooks.exchange.values import Values, put_back
-from ddp_quant_hooks.feedback.residuals import Owner, Slot, owner_length
+from ddp_quant_hooks.exchange.values import Values
+from ddp_quant_hooks.feedback.residuals import Owner, Slot
 from ddp_quant_hooks.feedback.step import Step, value_count
-from ddp_quant_hooks.kernels import VALUE_DTYPES
 
 
 class FewBitsPlan(NamedTuple):
     """How values are averaged in few bits, in every step.
 
     Attributes:
-        plan: How those of them are that are not exact.
-        slots: What a step keeps of these.
-        few: Where these are, if some are exact; else ``None``.
-        exact: The values that are averaged without compression.
+        plan: Who sends what to whom.
+        slots: What a step keeps of these values.
     """
 
     plan: Plan
     slots: Mapping[str, Slot]
-    few: tuple[Span, ...] | None = None
-    exact: tuple[Span, ...] = ()
-
-
-class FewBitsTask(NamedTuple):
-    """How a bucket is averaged in one step.
-
-    Attributes:
-        exchange: How its values are, or those of them that are not exact.
-        few: As of :class:`FewBitsPlan`.
-        exact: Likewise.
-    """
-
-    exchange: Task
-    few: tuple[Span, ...] | None
-    exact: tuple[Span, ...]
 
 
 def _keep_nothing(slot: str, start: int, length: int) -> tuple[None, None]:
@@ -64,58 +45,39 @@ class FewBits(Average):
         counter: Counts what is averaged.
     """
 
-    def quantizes(self, owners: Sequence[Owner], tensors: Sequence[torch.Tensor], ranks: int) -> bool:
-        """See :meth:`Average.quantizes`: neither small buckets, nor exact values alone, nor fp64."""
-        if tensors[0].dtype.to_real() not in VALUE_DTYPES:
-            return False
-        if sum(tensor.nbytes for tensor in tensors) < self._options.least_bytes(ranks):
-            return False
-        return any(owner_length(owner) and not self._is_exact(owner) for owner in owners)
+    def is_exact(self, owner: Owner) -> bool:
+        """See :meth:`Average.is_exact`: parameters of one dimension are, if that is wanted."""
+        return self._options.exact_1d and len(owner.shape) <= 1
 
     def terms_of(self, owners: Sequence[Owner]) -> Mapping[str, object]:
         """See :meth:`Average.terms_of`."""
         if not self._options.exact_1d:
             return {}
-        return {"of at most one dimension": [*map(self._is_exact, owners)]}
+        return {"of at most one dimension": [*map(self.is_exact, owners)]}
 
-    def _decide(
-        self, group: dist.ProcessGroup, owners: Sequence[Owner], tensors: Sequence[torch.Tensor]
+    def _plan_of(
+        self, group: dist.ProcessGroup, owners: Sequence[Owner], count: int, like: torch.Tensor
     ) -> FewBitsPlan:
-        few, exact = None, tuple[Span, ...]()
-        count = sum(map(value_count, tensors))
-        if self._options.exact_1d and any(map(self._is_exact, owners)):
-            few, exact = split_owners(owners, self._is_exact)
-            count = sum(map(len, few))
-        plan = self._plan(plan_average, group, count, tensors[0], levels=self._options.levels)
-        return FewBitsPlan(plan, self._slots(plan), few, exact)
+        del owners
+        return self._with_slots(self._plan(plan_average, group, count, like, levels=self._options.levels))
 
     def _task_of(
         self,
         step: Step,
-        decided: FewBitsPlan,
+        plan: FewBitsPlan,
         owners: Sequence[Owner],
-        tensors: Sequence[torch.Tensor],
+        device: torch.device,
+        not_finite: NotFinite | None,
         label: int,
-    ) -> FewBitsTask:
-        if decided.few is not None:
-            owners = [owner for owner in owners if not self._is_exact(owner)]
-        not_finite = step.outcome.not_finite if self._feedback.wanted else None
-        task = self._task(decided, step, owners, tensors[0].device, not_finite, label)
-        return FewBitsTask(task, decided.few, decided.exact)
+    ) -> Task:
+        residual: Residuals = _keep_nothing
+        if plan.slots:
+            residual = self._feedback.residuals(step, owners, plan.slots, device).span
+        return Task(plan.plan, residual, not_finite, label)
 
-    def _average(self, group: dist.ProcessGroup, values: Values, task: FewBitsTask) -> Parts[tuple[int, int]]:
-        few = values if task.few is None else Values(values.parts_of(task.few))
-        exact = values.parts_of(task.exact)
-        not_finite, plan = task.exchange.not_finite, task.exchange.plan
-        sent, outside = plan.bytes_sent, plan.bytes_between_hosts
-        apart = None
-        if exact:
-            apart, more = self._mean_of_exact(group, exact, not_finite)
-            sent, outside = sent + more[0], outside + more[1]
-        yield from exchange.average_in_parts(group, task.exchange, few, self._scratch(values.device))
-        if apart is not None:
-            put_back(exact, apart)
-        return sent, outside
+    def _average(self, group: dist.ProcessGroup, values: Values, task: Task) -> Parts[tuple[int, int]]:
+        yield from exchange.average_in_parts(group, task, values, self._scratch(values.device))
+        return task.plan.bytes_sent, task.plan.bytes_between_hosts
 
     def refuse_flat(self, name: str) -> None:
         """See :meth:`Average.refuse_flat`."""
@@ -141,8 +103,7 @@ class FewBits(Average):
     ) -> Task:
         """See :meth:`Average.prepare_shards`."""
         plan = self._plan(plan_reduce_scatter, group, value_count(shards) // group.size(), shards)
-        decided = FewBitsPlan(plan, self._slots(plan))
-        return self._task(decided, step, [owner], shards.device, not_finite, label)
+        return self._task_of(step, self._with_slots(plan), [owner], shards.device, not_finite, label)
 
     def run_shards(
         self, group: dist.ProcessGroup, shards: torch.Tensor, mean: torch.Tensor, task: Task
@@ -154,24 +115,7 @@ class FewBits(Average):
             shards.nbytes // 2, group.size(), plan.bytes_sent, plan.bytes_between_hosts, quantized=True
         )
 
-    def _is_exact(self, owner: Owner) -> bool:
-        """Return whether an owner's values are averaged without compression: parameters of one dimension."""
-        return self._options.exact_1d and len(owner.shape) <= 1
-
-    def _slots(self, plan: Plan) -> Mapping[str, Slot]:
-        """Return what a step keeps of what this rank rounds."""
-        return {name: Slot(spans) for name, spans in plan.slots.items()} if self._feedback.wanted else {}
-
-    def _task(
-        self,
-        decided: FewBitsPlan,
-        step: Step,
-        owners: Sequence[Owner],
-        device: torch.device,
-        not_finite: NotFinite | None,
-        label: int,
-    ) -> Task:
-        residual: Residuals = _keep_nothing
-        if decided.slots:
-            residual = self._feedback.residuals(step, owners, decided.slots, device).span
-        return Task(decided.plan, residual, not_finite, label)
+    def _with_slots(self, plan: Plan) -> FewBitsPlan:
+        """Return a plan with what a step keeps of what this rank rounds."""
+        kept = plan.slots.items() if self._feedback.wanted else ()
+        return FewBitsPlan(plan, {name: Slot(spans) for name, spans in kept})

@@ -290,7 +290,8 @@ def multiply(matrix: Matrix, right: torch.Tensor, left: torch.Tensor) -> None:
     Raises:
         TypeError, ValueError: A tensor has another dtype, shape or device than the matrix asks for, or gaps.
     """
-    _run_on_factors(FactorCall("multiply", *matrix.values.shape, len(right), matrix, right=right, sums=left))
+    rows, columns = matrix.values.shape
+    _run_on_factors(FactorCall("multiply", rows, columns, len(right), matrix, right=right, sums=left))
 
 
 def multiply_transposed(matrix: Matrix, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -304,8 +305,9 @@ def multiply_transposed(matrix: Matrix, left: torch.Tensor, right: torch.Tensor)
     Raises:
         TypeError, ValueError: As :func:`multiply`.
     """
+    rows, columns = matrix.values.shape
     _run_on_factors(
-        FactorCall("multiply_transposed", *matrix.values.shape, len(left), matrix, left=left, sums=right)
+        FactorCall("multiply_transposed", rows, columns, len(left), matrix, left=left, sums=right)
     )
 
 
@@ -329,8 +331,9 @@ def restore(
     Raises:
         TypeError, ValueError: As :func:`multiply`.
     """
+    rows, columns = matrix.values.shape
     _run_on_factors(
-        FactorCall("restore", *matrix.values.shape, len(left), matrix, new_residual, left, right, mean_right)
+        FactorCall("restore", rows, columns, len(left), matrix, new_residual, left, right, mean_right)
     )
     if not matrix.values.is_inference():  # which has no version
         torch.autograd.graph.increment_version(matrix.values)  # autograd does not see compiled kernels

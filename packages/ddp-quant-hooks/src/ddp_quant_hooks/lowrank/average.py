@@ -10,16 +10,16 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.averaging import Average, Parts, split_owners
+from ddp_quant_hooks.averaging import Average, Parts
 from ddp_quant_hooks.exchange import exchange
 from ddp_quant_hooks.exchange.exchange import NotFinite, Task
 from ddp_quant_hooks.exchange.plan import Plan, Span
 from ddp_quant_hooks.exchange.planner import plan_average
-from ddp_quant_hooks.exchange.values import Values, put_back
+from ddp_quant_hooks.exchange.values import Values
 from ddp_quant_hooks.feedback.residuals import BucketResiduals, Owner, Slot, owner_length
 from ddp_quant_hooks.feedback.step import Step
 from ddp_quant_hooks.feedback.store import Feedback
-from ddp_quant_hooks.kernels import VALUE_DTYPES, Layout
+from ddp_quant_hooks.kernels import Layout
 from ddp_quant_hooks.kernels.rotation import signs
 from ddp_quant_hooks.lowrank.exact_names import ExactNames
 from ddp_quant_hooks.lowrank.factors import Arrangement, Factors, RankRule, arrange, matrix_shape
@@ -81,8 +81,15 @@ class RoundingErrors:
         return lost
 
 
-class _Way(NamedTuple):
-    """How values are averaged in factors, or without any; see :class:`LowRankTask`."""
+class Way(NamedTuple):
+    """How a bucket's values are averaged in factors, or without any.
+
+    Attributes:
+        arrangement: Which of them have factors.
+        plans: Of the mean of the left factors and the rest, and of that of the right factors, if there are
+            any.
+        rest_plan: Of the mean of what factors leave out; ``None``: it is not sent.
+    """
 
     arrangement: Arrangement
     plans: Sequence[Plan]
@@ -93,43 +100,29 @@ class LowRankPlan(NamedTuple):
     """What is decided about a bucket for all steps.
 
     Attributes:
-        few: As of :class:`LowRankTask`.
-        exact: Likewise.
         slots: What is kept from step to step.
         warming_up: How the first steps average.
         warm: How later ones do.
     """
 
-    few: tuple[Span, ...] | None
-    exact: tuple[Span, ...]
     slots: Mapping[str, Slot]
-    warming_up: _Way
-    warm: _Way
+    warming_up: Way
+    warm: Way
 
 
-@dataclass(frozen=True)
-class LowRankTask:
-    """How a bucket is averaged in factors.
+class LowRankTask(NamedTuple):
+    """How a bucket is averaged in one step.
 
     Attributes:
-        few: Where the values are that are not exact, if some are; else ``None``.
-        exact: The values that are averaged without compression.
-        arrangement: Which of the others have factors.
-        plans: Of the mean of the left factors and the rest, and of that of the right factors, if there are
-            any.
-        rest_plan: Of the mean of what factors leave out; ``None``: it is not sent.
+        way: In factors, or without any.
         residuals: What earlier steps have left, and the right factors.
         not_finite: See :class:`ddp_quant_hooks.exchange.exchange.Task`.
         label: Likewise.
     """
 
-    few: tuple[Span, ...] | None
-    exact: tuple[Span, ...]
-    arrangement: Arrangement
-    plans: Sequence[Plan]
-    rest_plan: Plan | None
+    way: Way
     residuals: BucketResiduals
-    not_finite: NotFinite
+    not_finite: NotFinite | None
     label: int
 
 
@@ -151,18 +144,9 @@ class LowRank(Average):
         super().__init__(options, feedback, counter)
         self._own = own
 
-    def quantizes(self, owners: Sequence[Owner], tensors: Sequence[torch.Tensor], ranks: int) -> bool:
-        """See :meth:`ddp_quant_hooks.averaging.Average.quantizes`.
-
-        Neither small buckets, nor exact values alone, nor fp64.
-
-        Raises:
-            ValueError: See :meth:`ExactNames.includes`.
-        """
-        if all(map(self._own.exact.includes, owners)):
-            return False
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        return tensors[0].dtype.to_real() in VALUE_DTYPES and nbytes >= self._options.least_bytes(ranks)
+    def is_exact(self, owner: Owner) -> bool:
+        """See :meth:`ddp_quant_hooks.averaging.Average.is_exact`, and :meth:`ExactNames.includes`."""
+        return self._own.exact.includes(owner)
 
     def terms_of(self, owners: Sequence[Owner]) -> Mapping[str, object]:
         """See :meth:`ddp_quant_hooks.averaging.Average.terms_of`."""
@@ -176,17 +160,12 @@ class LowRank(Average):
         """See :meth:`ddp_quant_hooks.averaging.Average.refuse_shards`."""
         raise ValueError(f"{name}: a LowRankState averages whole matrices, and a shard is a part of one")
 
-    def _decide(
-        self, group: dist.ProcessGroup, owners: Sequence[Owner], tensors: Sequence[torch.Tensor]
+    def _plan_of(
+        self, group: dist.ProcessGroup, owners: Sequence[Owner], count: int, like: torch.Tensor
     ) -> LowRankPlan:
-        few, exact = None, tuple[Span, ...]()
-        if any(map(self._own.exact.includes, owners)):
-            few, exact = split_owners(owners, self._own.exact.includes)
-            owners = [owner for owner in owners if not self._own.exact.includes(owner)]
-        count, device = sum(map(owner_length, owners)), tensors[0].device
         arrangement = _arranged(tuple(map(shape_of, owners)), self._own.rank)
-        like = torch.empty(0, dtype=torch.float32, device=device)
-        rest_plan = self._plan_of_rest(group, arrangement, like)
+        in_fp32 = torch.empty(0, dtype=torch.float32, device=like.device)
+        rest_plan = self._plan_of_rest(group, arrangement, in_fp32)
         slots = {
             "own": Slot((Span(0, count, 1.0 / group.size()),)),
             "factor": _factor_slot(arrangement, len(owners)),
@@ -194,10 +173,10 @@ class LowRank(Average):
         }
         without_factors = Arrangement((), (Span(0, count),))
         ways = [
-            _Way(one, self._plans_of(group, one, like), rest)
+            Way(one, self._plans_of(group, one, in_fp32), rest)
             for one, rest in ((without_factors, None), (arrangement, rest_plan))
         ]
-        return LowRankPlan(few, exact, slots, *ways)
+        return LowRankPlan(slots, *ways)
 
     def _plans_of(
         self, group: dist.ProcessGroup, arrangement: Arrangement, like: torch.Tensor
@@ -211,43 +190,35 @@ class LowRank(Average):
     def _task_of(
         self,
         step: Step,
-        decided: LowRankPlan,
+        plan: LowRankPlan,
         owners: Sequence[Owner],
-        tensors: Sequence[torch.Tensor],
+        device: torch.device,
+        not_finite: NotFinite | None,
         label: int,
     ) -> LowRankTask:
-        if decided.few is not None:
-            owners = [owner for owner in owners if not self._own.exact.includes(owner)]
-        residuals = self._feedback.residuals(step, owners, decided.slots, tensors[0].device)
+        residuals = self._feedback.residuals(step, owners, plan.slots, device)
         # Without this step itself: only outside of a pass, as on a rank that has joined, it counts already.
         warms_up = self._feedback.steps - step.counts < self._own.warm_up_steps
-        arrangement, plans, rest_plan = decided.warming_up if warms_up else decided.warm
-        not_finite, few, exact = step.outcome.not_finite, decided.few, decided.exact
-        return LowRankTask(few, exact, arrangement, plans, rest_plan, residuals, not_finite, label)
+        return LowRankTask(plan.warming_up if warms_up else plan.warm, residuals, not_finite, label)
 
     def _average(self, group: dist.ProcessGroup, values: Values, task: LowRankTask) -> Parts[tuple[int, int]]:
-        exact, (sent, outside) = values.parts_of(task.exact), (0, 0)
-        if exact:
-            mean, (sent, outside) = self._mean_of_exact(group, exact, task.not_finite)
-            put_back(exact, mean)
-        few = values if task.few is None else Values(values.parts_of(task.few))
+        arrangement, plans, rest_plan = task.way
         left_over = None
-        if task.rest_plan is not None:
-            length = sum(task.arrangement.matrix_lengths)
+        if rest_plan is not None:
+            length = sum(arrangement.matrix_lengths)
             left_over = torch.empty(length, dtype=torch.bfloat16, device=values.device)
-        factors, plans = _factors_of(few, task, left_over), iter(task.plans)
-        lost = yield from self._mean(group, factors.left_row(), task, next(plans))
+        factors = _factors_of(values, arrangement, task.residuals, left_over)
+        lost = yield from self._mean(group, factors.left_row(), task, plans[0])
         right_row = factors.right_row(lost)
         if len(right_row):
-            lost = yield from self._mean(group, right_row, task, next(plans))
+            lost = yield from self._mean(group, right_row, task, plans[1])
             factors.restore(lost)
-        if left_over is not None and task.rest_plan is not None:
+        if left_over is not None and rest_plan is not None:
             row = left_over.float()
-            lost = yield from self._mean(group, row, task, task.rest_plan, task.residuals)
+            lost = yield from self._mean(group, row, task, rest_plan, task.residuals)
             factors.add(row, lost)
-        made = [*task.plans, *filter(None, [task.rest_plan])]
-        sent += sum(plan.bytes_sent for plan in made)
-        return sent, outside + sum(plan.bytes_between_hosts for plan in made)
+        made = [*plans, *filter(None, [rest_plan])]
+        return sum(plan.bytes_sent for plan in made), sum(plan.bytes_between_hosts for plan in made)
 
     def _mean(
         self,
@@ -314,18 +285,20 @@ def _fill(owner: int, right: torch.Tensor) -> None:
     right.copy_(signs(right.numel(), right.device))
 
 
-def _factors_of(values: Values, task: LowRankTask, left_over: torch.Tensor | None) -> Factors:
+def _factors_of(
+    values: Values, arrangement: Arrangement, residuals: BucketResiduals, left_over: torch.Tensor | None
+) -> Factors:
     """Return the average of a bucket that begins."""
-    lengths, kept = task.arrangement.right_lengths, task.residuals.slots.get("factor")
-    residual, new_residual = task.residuals.span("own", 0, values.count)
+    lengths, kept = arrangement.right_lengths, residuals.slots.get("factor")
+    residual, new_residual = residuals.span("own", 0, values.count)
     if new_residual is None:  # nothing is kept of this bucket
         new_residual = torch.empty(values.count, dtype=torch.bfloat16, device=values.device)
     if kept is not None and kept.next is not None and not lengths:
         kept.next.copy_(kept.last)
-    right, next_right = task.residuals.span("factor", 0, sum(lengths))
+    right, next_right = residuals.span("factor", 0, sum(lengths))
     if right is None or next_right is None:
         right = torch.empty(sum(lengths), dtype=torch.float32, device=values.device)
         for part in torch.split(right, lengths) if lengths else ():
             _fill(0, part)
         next_right = right
-    return Factors(task.arrangement, values, residual, new_residual, right, next_right, left_over)
+    return Factors(arrangement, values, residual, new_residual, right, next_right, left_over)
