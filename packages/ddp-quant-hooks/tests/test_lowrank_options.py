@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_quant_hooks import LowRankState, all_reduce, low_rank_hook
 from ddp_quant_hooks.lowrank.factors import arrange, rank_of
-from ddp_quant_hooks.lowrank.other_ranks import divide
+from ddp_quant_hooks.lowrank.state import divide
 from dist_utils.testing import patience, run_ranks, same_on_all_ranks
 
 

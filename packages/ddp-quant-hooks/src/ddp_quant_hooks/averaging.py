@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.exchange.exchange import NotFinite
+from ddp_quant_hooks.exchange.exchange import NotFinite, Parts
 from ddp_quant_hooks.exchange.placement import Placement, choose_placement
 from ddp_quant_hooks.exchange.plan import Formats, Plan, Span
 from ddp_quant_hooks.exchange.planner import plan_average
@@ -26,14 +26,8 @@ from ddp_quant_hooks.options import Options
 from ddp_quant_hooks.statistics import BucketCounter, bytes_around_ring
 from dist_utils.process_groups import runs_on_host
 
-T = TypeVar("T")
-
 _MOST_PLANS = 1 << 12
 """How many plans a state keeps: of calls whose tensors have another length in every step, not all of them."""
-
-
-Parts: TypeAlias = Generator[None, None, T]
-"""What runs with pauses, and returns a result."""
 
 
 class Decided(NamedTuple):
@@ -292,51 +286,13 @@ class Average(ABC):
             name: What hands over flat values, for the error.
         """
 
+    @abstractmethod
     def refuse_shards(self, name: str) -> None:
-        """Raise unless :meth:`prepare_shards` works.
+        """Raise ``ValueError`` unless it averages shards: only values in few bits can be, without levels.
 
         Args:
             name: Of the function that wants it, for the error.
-
-        Raises:
-            ValueError: It does not.
         """
-        raise ValueError(f"{name}: the state does not average shards")
-
-    def prepare_shards(
-        self,
-        group: dist.ProcessGroup,
-        step: Step,
-        owner: Owner,
-        shards: torch.Tensor,
-        *,
-        not_finite: NotFinite | None,
-        label: int = 0,
-    ) -> Any:
-        """Do as :meth:`prepare`, for all ranks' shards, one after another, each for another rank.
-
-        Args:
-            group: The process group whose ranks average.
-            step: The step that they belong to.
-            owner: What all of them belong to.
-            shards: This rank's values for all ranks.
-            not_finite: Called with flags of this rank's shard only.
-            label: As for :meth:`prepare`.
-        """
-        raise NotImplementedError
-
-    def run_shards(
-        self, group: dist.ProcessGroup, shards: torch.Tensor, mean: torch.Tensor, task: Any
-    ) -> None:
-        """Average every rank's shard on that rank, and count that as half an average of all of them. A job.
-
-        Args:
-            group: The process group whose ranks average.
-            shards: This rank's values for all ranks, flat, one shard of equal length after another.
-            mean: The output for the mean of this rank's shard; flat.
-            task: What :meth:`prepare_shards` has returned.
-        """
-        raise NotImplementedError
 
     def bytes_of_ring(self, group: dist.ProcessGroup, nbytes: int) -> tuple[int, int]:
         """Return the bytes that a rank sends in a ring all-reduce, and those of them to another host."""

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.averaging import Average, Parts
+from ddp_quant_hooks.averaging import Average
 from ddp_quant_hooks.exchange import exchange
-from ddp_quant_hooks.exchange.exchange import NotFinite, Residuals, Task
+from ddp_quant_hooks.exchange.exchange import NotFinite, Parts, Residuals, Task
 from ddp_quant_hooks.exchange.plan import Plan
 from ddp_quant_hooks.exchange.planner import plan_average, plan_reduce_scatter
 from ddp_quant_hooks.exchange.values import Values
@@ -101,14 +101,30 @@ class FewBits(Average):
         not_finite: NotFinite | None,
         label: int = 0,
     ) -> Task:
-        """See :meth:`Average.prepare_shards`."""
+        """Do as :meth:`prepare`, for all ranks' shards, one after another, each for another rank.
+
+        Args:
+            group: The process group whose ranks average.
+            step: The step that they belong to.
+            owner: What all of them belong to.
+            shards: This rank's values for all ranks.
+            not_finite: Called with flags of this rank's shard only.
+            label: As for :meth:`prepare`.
+        """
         plan = self._plan(plan_reduce_scatter, group, value_count(shards) // group.size(), shards)
         return self._task_of(step, self._with_slots(plan), [owner], shards.device, not_finite, label)
 
     def run_shards(
         self, group: dist.ProcessGroup, shards: torch.Tensor, mean: torch.Tensor, task: Task
     ) -> None:
-        """See :meth:`Average.run_shards`."""
+        """Average every rank's shard on that rank, and count that as half an average of all of them. A job.
+
+        Args:
+            group: The process group whose ranks average.
+            shards: This rank's values for all ranks, flat, one shard of equal length after another.
+            mean: The output for the mean of this rank's shard; flat.
+            task: What :meth:`prepare_shards` has returned.
+        """
         plan = task.plan
         exchange.reduce_scatter(group, task, shards, mean, self._scratch(mean.device))
         self._counter.add(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.averaging import Parts, Prepared
+from ddp_quant_hooks.averaging import Prepared, is_captured
+from ddp_quant_hooks.exchange.exchange import Parts
 from ddp_quant_hooks.exchange.values import Values
 from ddp_quant_hooks.feedback.step import Step
 from ddp_quant_hooks.states import AveragingState, QuantizedAllreduceState
@@ -70,12 +71,15 @@ def average_bucket(
     buffer = check_buffer(name, bucket)
     read = _ReadBucket(bucket.index(), buffer, bucket.parameters())
     with profiler_range(f"{name}:bucket_{read.number}"):
-        state.refuse_capture(buffer)
+        if is_captured(buffer.device):
+            state.refuse_capture(buffer)
         group = state.process_group
         if group.size() == 1:
             return completed_future(buffer)
         try:
             agreed = state.begin_bucket(name, read)
+            if agreed.plan is None:
+                agreed.plan = state.decide(read)
             step = state.feedback.begin_bucket(read)
             with step.outcome:
                 if buffer.numel() == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -13,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_quant_hooks.averaging import Average, is_captured
+from ddp_quant_hooks.averaging import Average, Decided, is_captured
 from ddp_quant_hooks.exchange.placement import link_inside_host
 from ddp_quant_hooks.feedback.state import FeedbackState
 from ddp_quant_hooks.few_bits import FewBits
 from ddp_quant_hooks.kernels.layout import WIRE_VERSION, Format
-from ddp_quant_hooks.options import ErrorFeedback, check_options
+from ddp_quant_hooks.options import ErrorFeedback, Options, check_options
 from ddp_quant_hooks.statistics import BucketCounter, Statistics
 from dist_utils import AgreementError, GroupLike, OrderedWorker, resolve_group
-from dist_utils.comm_hooks import AgreedBucket, Bucket
+from dist_utils.comm_hooks import Bucket
 from dist_utils.process_groups import device_types, runs_on_host
 
 _KEPT = {"none": (), "shard": ("shard",), "both": ("own", "shard")}
@@ -33,7 +32,8 @@ class AveragingState(FeedbackState):
 
     All go the same way, with every such state. They begin on the caller's thread: they are part of a step,
     and the ranks have agreed on them and on where they are. :attr:`average` prepares them there, and a job on
-    the worker runs what it has prepared. A subclass sets :attr:`average` and :attr:`least_error`.
+    the worker runs what it has prepared. A subclass sets :attr:`average`, :attr:`options` and
+    :attr:`least_error`.
 
     Args:
         process_group: As for :class:`dist_utils.comm_hooks.HookState`.
@@ -42,6 +42,8 @@ class AveragingState(FeedbackState):
 
     average: Average
     """What is done with values."""
+    options: Options
+    """The options, with the defaults filled in. They do not change: the ranks have compared them."""
     least_error: float
     """The smallest relative error that an average of gradients is expected to have."""
 
@@ -55,22 +57,23 @@ class AveragingState(FeedbackState):
         """What was done in the backward passes that have ended."""
         return replace(self.counter.read(), seconds_waited=self.seconds_waited)
 
-    def begin_bucket(self, title: str, bucket: Bucket) -> AgreedBucket:
-        """Do as :class:`dist_utils.comm_hooks.HookState`; the plan is how a bucket is averaged in all passes.
+    def decide(self, bucket: Bucket) -> Decided | None:
+        """Decide how a bucket is averaged in all passes; ``None``: without compression.
 
         Raises:
-            AgreementError: As there; or the ranks of a node name different ones.
+            AgreementError: The ranks of a node name different ones.
             ValueError: An option does not fit the ranks, or their hosts.
         """
-        agreed = super().begin_bucket(title, bucket)
-        if agreed.plan is None:
-            self._place()
-            owners, buffer = bucket.parameters(), bucket.buffer()
-            agreed.plan = self.average.decide(self.process_group, owners, [buffer])
-        return agreed
+        self._place()
+        return self.average.decide(self.process_group, bucket.parameters(), [bucket.buffer()])
 
     def begin_call(self, title: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor]) -> None:
-        """Do as :meth:`begin_bucket`, for a call on plain tensors; see :meth:`require_same_call`."""
+        """Begin a call on plain tensors, which all ranks make; see :meth:`require_same_call`.
+
+        Raises:
+            AgreementError: They do not; or the ranks of a node name different ones.
+            ValueError: As :meth:`decide`.
+        """
         self.require_same_call(title, terms, tensors)
         self._place()
 
@@ -97,13 +100,21 @@ class AveragingState(FeedbackState):
         self.average.start_over()
         self.feedback.drop_failed_step()
 
-    @abstractmethod
+    def terms(self) -> dict[str, object]:
+        """Return what must be equal on all ranks, by name."""
+        return {**super().terms(), **vars(self.options), "wire format and plans": WIRE_VERSION}
+
     def refuse_capture(self, buffer: torch.Tensor) -> None:
         """Raise if a bucket is captured in a CUDA graph, which would repeat one step's decisions forever.
 
         Raises:
             RuntimeError: It is, and there is something to decide.
         """
+        if (self.feedback.wanted or self.options.sample_every) and is_captured(buffer.device):
+            raise RuntimeError(
+                f"a CUDA graph cannot hold what changes from step to step: a {type(self).__name__} must have "
+                "error_feedback='none' and sample_every=0, and factors always change"
+            )
 
     def _place(self) -> None:
         """Tell the average where the ranks are, by what they told each other when they agreed, once."""
@@ -224,7 +235,6 @@ class QuantizedAllreduceState(AveragingState):
         )
         super().__init__(process_group, kept=_KEPT[options.error_feedback])
         self.options = options
-        """The options, with the defaults filled in. They do not change: the ranks have compared them."""
         self.average = FewBits(options, self.feedback, self.counter)
         self.least_error = _LEAST_ERROR[options.bits]
 
@@ -243,22 +253,6 @@ class QuantizedAllreduceState(AveragingState):
             "levels": options.levels,
             "intra_node": options.intra_node,
         }
-
-    def terms(self) -> dict[str, object]:
-        """Return what must be equal on all ranks, by name."""
-        return {**super().terms(), **vars(self.options), "wire format and plans": WIRE_VERSION}
-
-    def refuse_capture(self, buffer: torch.Tensor) -> None:
-        """Raise if a bucket is captured in a CUDA graph, which would repeat one step's decisions forever.
-
-        Raises:
-            RuntimeError: It is, and there is something to decide.
-        """
-        if (self.feedback.wanted or self.options.sample_every) and is_captured(buffer.device):
-            raise RuntimeError(
-                "a CUDA graph cannot hold what changes from step to step: capture with "
-                "error_feedback='none' and sample_every=0"
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         if self.has_own_group or self.feedback.wanted:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import starmap
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,12 @@ from ddp_quant_hooks.exchange.values import Scratch, Values, put_back
 from ddp_quant_hooks.kernels import Layout
 from dist_utils import start_messages
 
-Exchange: TypeAlias = Generator[None, None, None]
+T = TypeVar("T")
+
+Parts: TypeAlias = Generator[None, None, T]
+"""What runs with pauses, and returns a result."""
+
+Exchange: TypeAlias = Parts[None]
 """An exchange of some values: it pauses wherever it would wait."""
 
 NotFinite: TypeAlias = Callable[[torch.Tensor], None]
@@ -249,7 +254,7 @@ class _ChunkExchange(NamedTuple):
 
     def _sums(
         self, stage: Stage, values: torch.Tensor, means: torch.Tensor | None = None
-    ) -> Generator[None, None, torch.Tensor]:
+    ) -> Parts[torch.Tensor]:
         """Return, in fp32, what the row contributes to the means of the shards whose reducer this rank is."""
         lengths = [stage.lengths[shard] for shard in stage.reduced]
         if stage.way is Way.FEW_BITS:
@@ -292,7 +297,7 @@ class _ChunkExchange(NamedTuple):
 
     def _scatter_few_bits(
         self, stage: Stage, values: torch.Tensor, memory: torch.Tensor
-    ) -> Generator[None, None, list[torch.Tensor]]:
+    ) -> Parts[list[torch.Tensor]]:
         """Send each reducer its shards; return every rank's messages of those whose reducer this rank is."""
         residual = self.task.residual_of(stage.lost, values.numel())
         layout, shards = self.task.plan.formats.scatter, stage.outgoing.shards(memory)
@@ -309,7 +314,7 @@ class _ChunkExchange(NamedTuple):
 
     def _deliver(
         self, stage: Stage, delivery: Delivery, sums: torch.Tensor, length: int
-    ) -> Generator[None, None, list[torch.Tensor]]:
+    ) -> Parts[list[torch.Tensor]]:
         """Send each sum to the rank whose shard it is, and return what all hosts have sent this one."""
         me, layout = stage.ranks[stage.position], self.task.plan.formats.scatter
         size, count = layout.message_bytes(length), len(delivery.receivers)

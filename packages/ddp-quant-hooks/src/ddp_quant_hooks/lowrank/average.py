@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.averaging import Average, Parts
+from ddp_quant_hooks.averaging import Average
 from ddp_quant_hooks.exchange import exchange
-from ddp_quant_hooks.exchange.exchange import NotFinite, Task
+from ddp_quant_hooks.exchange.exchange import NotFinite, Parts, Task
 from ddp_quant_hooks.exchange.plan import Plan, Span
 from ddp_quant_hooks.exchange.planner import plan_average
 from ddp_quant_hooks.exchange.values import Values
-from ddp_quant_hooks.feedback.residuals import BucketResiduals, Owner, Slot, owner_length
+from ddp_quant_hooks.feedback.names import ModelNames
+from ddp_quant_hooks.feedback.residuals import BucketResiduals, Key, Owner, Slot, owner_length
 from ddp_quant_hooks.feedback.step import Step
 from ddp_quant_hooks.feedback.store import Feedback
 from ddp_quant_hooks.kernels import Layout
 from ddp_quant_hooks.kernels.rotation import signs
-from ddp_quant_hooks.lowrank.exact_names import ExactNames
 from ddp_quant_hooks.lowrank.factors import Arrangement, Factors, RankRule, arrange, matrix_shape
 from ddp_quant_hooks.options import Options
 from ddp_quant_hooks.statistics import BucketCounter
@@ -32,6 +33,52 @@ of means of rests, if these are sent in one bit."""
 
 ONE_BIT = Layout("int1", 256)
 """Signs and the mean magnitude of 256 values: 0.14 bytes a value."""
+
+
+class ExactNames:
+    """Patterns of names, as for files: ``*`` stands for any characters.
+
+    Args:
+        patterns: Of names of parameters, without the prefixes of wrappers, and of keys.
+        names: The parameters of the model.
+
+    Raises:
+        TypeError: ``patterns`` is not a sequence of strings.
+    """
+
+    def __init__(self, patterns: Any, names: ModelNames) -> None:
+        is_sequence = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+        if not (is_sequence and all(isinstance(each, str) for each in patterns)):
+            raise TypeError(f"exact must be a sequence of patterns of names, got {patterns!r}")
+        self.patterns: tuple[str, ...] = tuple(patterns)
+        """As given."""
+        self._names = names
+
+    def require_matches(self, names: Iterable[str]) -> None:
+        """Raise ``ValueError`` if a pattern fits none of a model's names: it may be misspelled."""
+        known = [*names]
+        for pattern in self.patterns:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                raise ValueError(
+                    f"exact has {pattern!r}, and no parameter of the model has such a name; there are "
+                    f"{', '.join(known)[:200]!r}"
+                )
+
+    def includes(self, owner: Owner) -> bool:
+        """Return whether an owner's values are averaged without compression.
+
+        Raises:
+            ValueError: It is a parameter without a name: the state is not bound to its model.
+        """
+        if not self.patterns:
+            return False
+        name = owner.name if isinstance(owner, Key) else self._names.find(owner)
+        if name is None:
+            raise ValueError(
+                f"exact={list(self.patterns)} needs the names of parameters: bind the state to its model by "
+                "bind(ddp) first"
+            )
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_quant_hooks.averaging import is_captured
 from ddp_quant_hooks.feedback import checkpoint
-from ddp_quant_hooks.kernels.layout import WIRE_VERSION
-from ddp_quant_hooks.lowrank.average import SLOTS, LowRank, LowRankOptions
-from ddp_quant_hooks.lowrank.exact_names import ExactNames
+from ddp_quant_hooks.lowrank.average import SLOTS, ExactNames, LowRank, LowRankOptions
 from ddp_quant_hooks.lowrank.factors import RankRule
-from ddp_quant_hooks.lowrank.other_ranks import divide
 from ddp_quant_hooks.options import check_options, whole_number
 from ddp_quant_hooks.states import AveragingState
 from dist_utils import GroupLike
@@ -106,11 +102,10 @@ class LowRankState(AveragingState):
             intra_node=intra_node,
             levels=levels,
         )
-        """How factors are sent."""
         super().__init__(process_group, kept=SLOTS)
-        self._exact = ExactNames(exact, self.names)
-        own = LowRankOptions(self.rank, self.residual_bits, self.warm_up_steps, self._exact)
-        self.average = LowRank(self.options, own, self.feedback, self.counter)
+        names = ExactNames(exact, self.names)
+        self._own = LowRankOptions(self.rank, self.residual_bits, self.warm_up_steps, names)
+        self.average = LowRank(self.options, self._own, self.feedback, self.counter)
 
     def bind(self, ddp: DistributedDataParallel) -> Self:
         """Bind this state to its model, as every state.
@@ -118,8 +113,8 @@ class LowRankState(AveragingState):
         Raises:
             ValueError: Also if a pattern of ``exact`` fits no parameter of the model.
         """
-        if self._exact.patterns:
-            self._exact.require_matches(self.names.parameters(ddp, "bind"))
+        if self._own.exact.patterns:
+            self._own.exact.require_matches(self.names.parameters(ddp, "bind"))
         return super().bind(ddp)
 
     def identity(self) -> dict[str, Any]:
@@ -143,26 +138,56 @@ class LowRankState(AveragingState):
 
     def terms(self) -> dict[str, object]:
         """Return what must be equal on all ranks, by name."""
-        own = {
-            "rank": self.rank,
-            "residual_bits": self.residual_bits,
-            "warm_up_steps": self.warm_up_steps,
-            "exact": self._exact.patterns,
-        }
-        return {**super().terms(), **vars(self.options), **own, "wire format": WIRE_VERSION}
-
-    def refuse_capture(self, buffer: torch.Tensor) -> None:
-        """Raise if a bucket is captured in a CUDA graph, which would repeat one step's decisions forever.
-
-        Raises:
-            RuntimeError: It is.
-        """
-        if is_captured(buffer.device):
-            raise RuntimeError(
-                "a CUDA graph cannot hold factors and residuals, which change from step to step"
-            )
+        return {**super().terms(), **vars(self._own), "exact": self._own.exact.patterns}
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
             "a LowRankState does not pickle: make one with the same options, and load state_dict()"
         )
+
+
+# ---- what another number of ranks has saved ----
+
+
+def divide(saved: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    """Return what each of so many ranks loads: the mean of all residuals, so that nothing is lost of it.
+
+    Right factors are equal on all ranks, so each goes on with them.
+
+    Args:
+        saved: What each rank has saved.
+        world_size: The number of ranks that go on.
+
+    Raises:
+        ValueError: These are not what ranks save.
+    """
+    try:
+        kinds = {kind: _means(saved, kind, world_size) for kind in ("parameters", "keys")}
+    except (KeyError, TypeError, AttributeError, RuntimeError, IndexError) as error:
+        raise ValueError(
+            f"these are not residuals that gather_state_dict() returned: {error!r:.200}"
+        ) from error
+    return [{**saved[0], "rank": rank, "world_size": world_size, **kinds} for rank in range(world_size)]
+
+
+def _means(saved: Sequence[Mapping[str, Any]], kind: str, world_size: int) -> dict[str, Any]:
+    return {
+        name: {
+            **entry,
+            "slots": {
+                "own": _mean([rank[kind][name]["slots"].get("own") for rank in saved], world_size),
+                **{slot: kept for slot, kept in entry["slots"].items() if slot == "factor"},
+            },
+        }
+        for name, entry in saved[0][kind].items()
+    }
+
+
+def _mean(slots: Sequence[Mapping[str, Any] | None], world_size: int) -> dict[str, Any]:
+    """Return the mean of an owner's residuals over the ranks that have saved them."""
+    length = max(0 if slot is None else slot["length"] for slot in slots)
+    total = torch.zeros(length)
+    for slot in slots:
+        for start, _, values in () if slot is None else slot["pieces"]:
+            total[start : start + len(values)] += values.float() / len(slots)
+    return {"length": length, "pieces": [(0, 1.0 / world_size, total.bfloat16())] if length else []}

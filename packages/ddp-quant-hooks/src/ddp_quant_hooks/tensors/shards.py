@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_quant_hooks.exchange.values import flat_real
+from ddp_quant_hooks.few_bits import FewBits
 from ddp_quant_hooks.states import AveragingState
 from ddp_quant_hooks.tensors.calls import Call, Future, begin_call, check_state, outside_graphs
 from dist_utils import torch_compat
@@ -139,6 +140,7 @@ def _submit(target: torch.Tensor, call: Call) -> list[Future]:
     state, mean, outcome, with_feedback = call.state, call.mean, call.step.outcome, call.state.feedback.wanted
     (source,), (owner,) = call.tensors, call.owners
     average, group = state.average, state.process_group
+    assert isinstance(average, FewBits), "refuse_shards() raises for others"
     world_size, task, flags = group.size(), None, list[torch.Tensor]()
     if average.quantizes([owner], [source], world_size):
         task = average.prepare_shards(
