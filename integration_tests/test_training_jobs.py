@@ -55,7 +55,7 @@ def test_two_models_and_a_worker_share_the_ranks(launch):
 
 def _overflow(rank):
     """An infinity on the last rank alone: every rank must skip the step and halve the scale."""
-    names = ("fp16", "bf16, fp32 sums", "8 bits", "per tensor", "per channel")
+    names = ("fp16", "bf16, fp32 sums", "8 bits", "per tensor", "per channel", "low rank")
     for name, hook in {
         **{name: HOOKS[name] for name in names},
         "8 bits, exact_1d": few_bits(exact_1d=True),
