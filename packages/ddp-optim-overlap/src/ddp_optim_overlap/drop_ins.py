@@ -3,7 +3,7 @@
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,6 @@ from ddp_optim_overlap.optimizers.admission import (
 )
 from ddp_optim_overlap.optimizers.partial_steps import note_writes
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
-from ddp_optim_overlap.passes.averaging import plain_average
 from ddp_optim_overlap.passes.backward_pass import Stepper
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch, gradient_marks
@@ -105,44 +104,30 @@ class _StepFunctions(Stepper):
         self._stepped = []
 
 
-class EngineAtFirstBucket(EngineSlot):
-    """Makes its engine with the first bucket, unless started earlier; for one model.
+def engine_hook(
+    make_stepper: Callable[[DistributedDataParallel | None], Stepper],
+    comm_hook: CommHook | None,
+    *,
+    skips_unused: bool,
+) -> CommHook:
+    """Return a communication hook of one model that makes its engine with the first bucket.
 
     Args:
-        stepper: What the engine steps with.
+        make_stepper: Returns what the engine steps with, given the model if that is known.
         comm_hook: What averages, with the state that the hook was registered with; ``None``: as DDP does.
         skips_unused: As for :class:`Engine`.
-
-    Attributes:
-        stepper: As given.
     """
 
-    def __init__(self, stepper: Stepper, comm_hook: CommHook | None, *, skips_unused: bool) -> None:
-        super().__init__()
-        self.stepper, self._comm_hook, self._skips_unused = stepper, comm_hook, skips_unused
-
-    def start(self, hook_state: object, model: DistributedDataParallel | None = None) -> Engine:
-        """Return the engine, and make it if needed.
-
-        Raises:
-            ConfigError: An option of the model does not go with steps inside ``backward()``.
-        """
-        if self.engine is not None:
-            return self.engine
+    def make(hook_state: object, model: DistributedDataParallel | None) -> Engine:
         if model is not None:
             require_ddp_options(model)
         group = _group_of(hook_state) if model is None else model.process_group
-        engine = Engine(
-            group,
-            self.stepper,
-            self._comm_hook or plain_average(model),
-            group if self._comm_hook is None else hook_state,
-            model=model,
-            skips_unused=self._skips_unused,
-        )
-        if isinstance(self.stepper, OverlappedOptimizers):
-            self.stepper.attach(engine)
-        return self.put(engine)
+        stepper = make_stepper(model)
+        engine = Engine(group, stepper, comm_hook, hook_state, model=model, skips_unused=skips_unused)
+        stepper.attach(engine)
+        return engine
+
+    return EngineSlot(make).hook
 
 
 def _group_of(hook_state: Any) -> dist.ProcessGroup:
@@ -189,7 +174,7 @@ def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> 
             f"optimizer_state must be an OptimizerHookState, got {type(optimizer_state).__name__}"
         )
 
-    return EngineAtFirstBucket(optimizer_state.stepper, hook, skips_unused=False).hook
+    return engine_hook(lambda _: optimizer_state.stepper, hook, skips_unused=False)
 
 
 def register_fused_optim(

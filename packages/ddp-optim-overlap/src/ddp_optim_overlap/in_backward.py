@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_optim_overlap.drop_ins import EngineAtFirstBucket
+from ddp_optim_overlap.drop_ins import engine_hook
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.model import averaged_parameters
 from ddp_optim_overlap.optimizers.admission import require_plain_step
@@ -149,22 +149,23 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
         >>> ddp.register_comm_hook(None, apply_optim_in_backward_hook(False))  # doctest: +SKIP
     """
     del gradient_is_bucket_view
-    return EngineAtFirstBucket(_OwnOptimizers(), None, skips_unused=True).hook
+    return engine_hook(_OwnOptimizers, None, skips_unused=True)
 
 
 class _OwnOptimizers(Stepper):
     """Steps each parameter's own optimizers, and drops its gradient at the end.
 
-    Attributes:
-        expected: Parameters that are to come in buckets, as nothing else steps them.
+    Args:
+        model: If known, all such parameters that it averages are to come in buckets.
     """
 
-    def __init__(self) -> None:
-        self.expected: list[torch.Tensor] = []
+    def __init__(self, model: DistributedDataParallel | None) -> None:
+        self._model = (lambda: None) if model is None else weakref.ref(model)
         self._stepped: list[torch.Tensor] = []
 
     def require_averaged(self, averaged: Collection[torch.Tensor]) -> None:
-        for parameter in self.expected:
+        model = self._model()
+        for parameter in () if model is None else _claimed.get(model, ()):
             if parameter.requires_grad and parameter not in averaged:
                 raise ConfigError(
                     "an optimizer in backward has a parameter in no bucket of this DDP model, of shape "
@@ -196,8 +197,9 @@ def _optimizers_of(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:
     return [] if ours is None else ours.optimizers
 
 
-_claimed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-"""Models that have been called since the last call of :func:`apply_optimizer_in_backward`."""
+_claimed: weakref.WeakKeyDictionary[DistributedDataParallel, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+"""Models that have been called since the last call of :func:`apply_optimizer_in_backward`, and the parameters
+that they average and step."""
 
 
 @functools.cache
@@ -225,30 +227,22 @@ def _claim(ddp: DistributedDataParallel) -> None:
     if ddp in _claimed:
         return
     # Others are stepped with the gradients of this rank, as in PyTorch.
-    found = {
-        parameter: ours
-        for parameter in averaged_parameters(ddp)
-        if (ours := getattr(parameter, _OURS, None)) is not None and ours.optimizers
-    }
+    found = [parameter for parameter in averaged_parameters(ddp) if _optimizers_of(parameter)]
     for parameter in getattr(ddp, "_delay_all_reduce_params", ()):
         if _optimizers_of(parameter):
             raise ConfigError(
                 "an optimizer in backward has a parameter of delay_all_reduce_named_params, which DDP "
                 "averages after all others: leave it out there, or give it an optimizer that the loop steps"
             )
-    if all(ddp in ours.averaged_by for ours in found.values()):
-        _claimed.add(ddp)
-        return
-    if not comm_hooks(ddp):
+    hooks = comm_hooks(ddp)
+    if found and not hooks:
         hook = apply_optim_in_backward_hook(ddp.gradient_as_bucket_view)
         register_comm_hook(ddp, slot_of(hook), hook)  # a state that can be saved with the model
-    for hook, state in comm_hooks(ddp):
-        lazy = slot_of(hook)
-        if not isinstance(lazy, EngineAtFirstBucket):
+    for hook, state in hooks if found else ():
+        slot = slot_of(hook)
+        if slot is None or slot.make is None:
             raise another_hook(hook)
-        if isinstance(lazy.stepper, _OwnOptimizers):
-            lazy.stepper.expected = list(found)
-        lazy.start(state, ddp)
-    for ours in found.values():
-        ours.averaged_by.add(ddp)
-    _claimed.add(ddp)
+        slot.start(state, ddp)
+    for parameter in found:
+        getattr(parameter, _OURS).averaged_by.add(ddp)
+    _claimed[ddp] = found

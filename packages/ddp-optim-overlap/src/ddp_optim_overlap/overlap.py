@@ -28,7 +28,6 @@ from ddp_optim_overlap.optimizers.admission import (
     require_separate_memory,
     require_step_per_parameter,
 )
-from ddp_optim_overlap.passes.averaging import plain_average
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.passes.release import GradientRelease
 from ddp_optim_overlap.slot import EngineSlot, another_hook, comm_hooks, register_comm_hook, slot_of
@@ -227,8 +226,8 @@ def overlap_optimizer(
     engine = Engine(
         ddp.process_group,
         overlapped,
-        comm_hook or plain_average(ddp),
-        ddp.process_group if comm_hook is None else comm_state,
+        comm_hook,
+        comm_state,
         model=ddp,
         skips_unused=unused == "skip",
         release=GradientRelease(ddp, overlapped.parts) if release_gradients else None,
@@ -267,7 +266,7 @@ def _own_slot(ddp: DistributedDataParallel) -> EngineSlot | None:
     """Return the slot that an earlier, removed overlap left in the model; raise if another hook is there."""
     for hook, _ in comm_hooks(ddp):
         slot = slot_of(hook)
-        if type(slot) is not EngineSlot or slot.engine is None:  # else it is a drop-in's
+        if slot is None or slot.make is not None or slot.engine is None:  # else it is a drop-in's
             raise another_hook(hook)
         if not slot.engine.is_removed:
             raise ConfigError("this model already has an overlapped optimizer: remove() that one first")

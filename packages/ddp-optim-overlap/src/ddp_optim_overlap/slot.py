@@ -21,12 +21,20 @@ class EngineSlot:
     A copy of the model (``deepcopy``, ``torch.save``) has no hook in its reducer, and an empty slot: it
     averages as plain DDP does, until it gets a hook of its own.
 
+    Args:
+        make: Makes the engine with the first bucket, unless it was started earlier: called with the state
+            that the hook was registered with, and the model if that is known.
+
     Attributes:
+        make: As given.
         engine: The engine, if there is one yet.
         watch: Is told of every bucket, if set.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, make: Callable[[object, DistributedDataParallel | None], Engine] | None = None
+    ) -> None:
+        self.make = make
         self.engine: Engine | None = None
         self.watch: BucketWatch | None = None
         self._end: weakref.finalize[..., EngineSlot] | None = None
@@ -44,19 +52,20 @@ class EngineSlot:
         return engine
 
     def start(self, hook_state: object, model: DistributedDataParallel | None = None) -> Engine:
-        """Return the engine.
+        """Return the engine, and make it if needed.
 
         Args:
             hook_state: The state that the hook was registered with.
             model: The model, if known.
 
         Raises:
-            ConfigError: There is none.
+            ConfigError: There is none, or the model has an option that does not go with it.
         """
-        del hook_state, model
-        if self.engine is None:
+        if self.engine is not None:
+            return self.engine
+        if self.make is None:
             raise ConfigError("a copied hook has no engine: call overlap_optimizer() for this model")
-        return self.engine
+        return self.put(self.make(hook_state, model))
 
     def hook(self, hook_state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Act as the communication hook for one bucket."""
@@ -112,4 +121,4 @@ def slot_of(hook: object) -> EngineSlot | None:
 
 
 def _is_empty(slot: EngineSlot | None) -> bool:
-    return type(slot) is EngineSlot and slot.engine is None
+    return slot is not None and slot.make is None and slot.engine is None

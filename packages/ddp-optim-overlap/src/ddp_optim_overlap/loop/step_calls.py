@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ddp_optim_overlap.errors import ConfigError, OverlapError
+from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.loop.step_inputs import Comparison, StepInputs
 from ddp_optim_overlap.optimizers.partial_steps import step_post_hooks, step_pre_hooks
 from ddp_optim_overlap.passes.engine import Engine
@@ -294,7 +294,7 @@ class StepCalls:
             )
         )
 
-    def _failure(self, error: ConfigError) -> OverlapError:
+    def _failure(self, error: ConfigError) -> Exception:
         """Return the error to raise: it ends the overlap, unless an earlier one has, or it was removed."""
         return error if self._engine is None else self._engine.fail(error)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
-from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -24,7 +24,7 @@ from ddp_optim_overlap.passes.bucket import Bucket, completes_within, lend_gradi
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch
 from ddp_optim_overlap.passes.release import GradientRelease
 from dist_utils.process_groups import error_text
-from dist_utils.torch_compat import after_backward, graph_task_id, private, profiler_range
+from dist_utils.torch_compat import private, profiler_range
 
 _LEAST_CALL = 2**20
 """Stepping this many bytes of gradients takes longer than calling the optimizer."""
@@ -53,6 +53,9 @@ class PassState(Enum):
 
 class Stepper:
     """Steps parameters for an engine."""
+
+    def attach(self, engine: Any) -> None:
+        """Begin an overlap, whose passes this engine runs."""
 
     def terms(self) -> dict[str, object]:
         """Return the settings that must be identical on all ranks."""
@@ -104,40 +107,38 @@ class BackwardPass:
 
     Attributes:
         state: As given, or what it does since.
-        number: As given.
+        report: What was stepped so far.
         failure: Why nothing more of it is stepped; ``backward()`` raises it.
         is_complete: Whether its last bucket was handed over.
-        tasks: Torch's tasks that have handed over buckets.
-        buckets: How many were handed over.
+        tasks: Marks of torch's tasks that have handed over buckets and still run, by their numbers. A pass
+            inside it, such as a checkpoint's, is a task of its own.
         released: Frees the gradients of stepped buckets, if set.
     """
 
     def __init__(self, stepper: Stepper, state: PassState, number: int = 0) -> None:
-        self.state, self.number = state, number
+        self.state, self.report = state, StepReport(number)
         self.failure: OverlapError | None = None
         self.is_complete = False
-        self.tasks = GraphTasks()
-        self.buckets = 0
+        self.tasks: WeakValueDictionary[int, TaskMark] = WeakValueDictionary()
         self.released: GradientRelease | None = None
         self._stepper = stepper
         self._waiting: deque[Bucket] = deque()
         """Buckets that were handed over and are not stepped yet, the oldest first."""
         self._averages: list[torch.futures.Future[object]] = []
-        self._report = StepReport(number)
         self._maybe_exposed = 0.0  # seconds of steps that no wait for an average has hidden yet
 
     def require_next(self, index: int) -> None:
         """Raise if this is not the number of the next bucket."""
-        if index != self.buckets:
+        if index != self.report.buckets:
             raise ConfigError(
                 "DDP has left out a bucket of this backward pass, as with "
                 "skip_all_reduce_unused_params=True: leave that option out"
             )
 
-    def count(self, average: torch.futures.Future[object]) -> None:
-        """Count a bucket that is handed over."""
-        self.buckets += 1
-        self._averages.append(average)
+    def hand_over(self, bucket: Bucket) -> None:
+        """Take a bucket whose average has begun."""
+        self._averages.append(bucket.average)
+        self.report = replace(self.report, buckets=len(self._averages))
 
     def queue(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
         """Let a bucket wait for its step; return the future for DDP."""
@@ -154,11 +155,11 @@ class BackwardPass:
         Raises:
             OverlapError: One was not averaged, or its step has failed.
         """
-        due = [self._waiting[place] for place in range(len(self._waiting) - leave)]
+        due = list(self._waiting)[: len(self._waiting) - leave]
         if not due:
             return
         share_used(due)  # first: a rank that has failed is noticed here at once
-        half = _LARGEST_SHARE * sum(bucket.gradients.nbytes for bucket in due)
+        half = _LARGEST_SHARE * sum(bucket.nbytes for bucket in due)
         nbytes = min(max(_LEAST_CALL, half), _LARGEST_CALL)
         while due:
             together = self._await_averages(due, nbytes)
@@ -177,15 +178,15 @@ class BackwardPass:
                 break
             self._await_average(bucket)
             together.append(bucket)
-            nbytes += bucket.gradients.nbytes
+            nbytes += bucket.nbytes
             if self.released is not None:  # memory is freed as early as possible
                 break
         return together
 
     def _await_average(self, bucket: Bucket) -> None:
         if not bucket.average.done():  # so the steps so far are hidden behind it
-            hidden = self._report.seconds_hidden + self._maybe_exposed
-            self._report, self._maybe_exposed = replace(self._report, seconds_hidden=hidden), 0.0
+            hidden = self.report.seconds_hidden + self._maybe_exposed
+            self.report, self._maybe_exposed = replace(self.report, seconds_hidden=hidden), 0.0
         bucket.await_average(None if self.released is None else self.released.seconds_to_wait)
 
     def step_now(self, buckets: Sequence[Bucket]) -> list[torch.Tensor]:
@@ -198,32 +199,31 @@ class BackwardPass:
             StepError: The step has failed.
             UnsupportedOptimizerError: It has done what no step per parameter does.
         """
-        indices = tuple(bucket.index for bucket in buckets)
-        first = buckets[0].gradients
-        parameters = [one for bucket in buckets for one in bucket.gradients.parameters]
-        averages = [one for bucket in buckets for one in bucket.averages()]
-        results = [bucket.gradients.buffer for bucket in buckets]
         if self.state is not PassState.STEPS:
-            return results
+            return [bucket.buffer for bucket in buckets]
+        indices = tuple(bucket.index for bucket in buckets)
+        parameters = [one for bucket in buckets for one in bucket.parameters]
+        averages = [one for bucket in buckets for one in bucket.averages()]
+        device = buckets[0].buffer.device
         began = time.perf_counter()
         try:
             name = f"overlapped step:bucket_{'_'.join(map(str, indices))}"
-            with _modes_of_step(first.buffer.device, name), lend_gradients(parameters, averages):
+            with _modes_of_step(device, name), lend_gradients(parameters, averages):
                 for bucket in buckets:
-                    self._stepper.prepare(bucket.gradients.parameters)
-                for part in [parameters] if self.released is None else self.released.parts(first):
+                    self._stepper.prepare(bucket.parameters)
+                for part in [parameters] if self.released is None else self.released.parts(buckets[0]):
                     self._stepper.step(part)
-            if self.released is not None:
-                results = [self.released.give_back(first, averages)]
+            results = [bucket.buffer for bucket in buckets]
+            if self.released is not None:  # then it is one bucket
+                results = [self.released.give_back(buckets[0], averages)]
         except BaseException as error:
-            self._report = replace(self._report, partial=indices)
+            self.report = replace(self.report, partial=indices)
             kind = type(error) if isinstance(error, UnsupportedOptimizerError) else StepError
             text = f"the step of bucket {', '.join(map(str, indices))} failed: {error_text(error)}"
-            raise kind(text, self.report()) from error
-        seconds = time.perf_counter() - began
-        before = self._report
-        self._report = replace(before, stepped=before.stepped + indices, seconds=before.seconds + seconds)
-        if first.buffer.device.type == "cpu":
+            raise kind(text, self.report) from error
+        seconds, before = time.perf_counter() - began, self.report
+        self.report = replace(before, stepped=before.stepped + indices, seconds=before.seconds + seconds)
+        if device.type == "cpu":
             self._maybe_exposed += seconds
         return results
 
@@ -236,7 +236,7 @@ class BackwardPass:
         """Let DDP have the buckets that will not be stepped, for which it would wait."""
         while self._waiting:
             bucket = self._waiting.popleft()
-            bucket.done.set_result(bucket.gradients.buffer)
+            bucket.done.set_result(bucket.buffer)
 
     def await_averages(self) -> None:
         """Wait, for some seconds at most, until no average of a failed pass is written to a bucket."""
@@ -255,10 +255,6 @@ class BackwardPass:
         if self.failure is None:
             self._averages = []  # they hold buffers, which DDP may replace
 
-    def report(self) -> StepReport:
-        """Return what was stepped so far."""
-        return replace(self._report, buckets=self.buckets)
-
 
 @contextlib.contextmanager
 def _modes_of_step(device: torch.device, name: str) -> Iterator[None]:
@@ -272,44 +268,8 @@ def _modes_of_step(device: torch.device, name: str) -> Iterator[None]:
         yield
 
 
-class GraphTasks:
-    """The tasks in which a pass hands over its buckets.
-
-    Every backward pass is one task, and a pass inside it, such as a checkpoint's, is one of its own. At its
-    end DDP waits for all buckets, and copies averages into ``.grad``. If a task fails, torch drops its
-    callbacks, and with them the mark that they hold.
-    """
-
-    def __init__(self) -> None:
-        self._marks: dict[int, weakref.ref[_TaskMark]] = {}
-
-    def follow(self, ended: Callable[[], None], left: Callable[[], object]) -> bool:
-        """Follow the task that this thread is running; return whether it is a new one.
-
-        Args:
-            ended: Called when it has ended, after DDP, and after what communication hooks do then: states
-                with error feedback look at ``.grad`` to see which parameters no rank has used.
-            left: Called instead if it has failed.
-        """
-        task = graph_task_id()
-        if task == -1 or task in self._marks:
-            return False
-        mark = _TaskMark()
-        self._marks[task] = weakref.ref(mark)
-        dropped = weakref.finalize(mark, left)
-        dropped.atexit = False
-
-        def end(mark: _TaskMark) -> None:
-            del mark
-            dropped.detach()
-            ended()
-
-        after_backward(partial(after_backward, partial(end, mark)))
-        return True
-
-    def run(self) -> bool:
-        """Return whether torch is still running one of them; between nested ones it may not be."""
-        return any(mark() is not None for mark in list(self._marks.values()))
+class TaskMark:
+    """Is alive as long as the callbacks of a task, which torch drops if the task fails."""
 
 
 def is_inside_node() -> bool:
@@ -318,7 +278,3 @@ def is_inside_node() -> bool:
     No public name up to torch 2.15.
     """
     return private("torch._C", "_current_autograd_node", "the end of a backward pass")() is not None
-
-
-class _TaskMark:
-    """Is alive as long as the callbacks of a task."""

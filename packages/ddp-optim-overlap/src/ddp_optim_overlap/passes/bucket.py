@@ -6,7 +6,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,27 +17,53 @@ from dist_utils.torch_compat import GradBucket
 _POLL_SECONDS = 0.0002
 
 
-@dataclass(eq=False)
 class Bucket:
-    """One bucket of a backward pass, from its communication hook to the step of its parameters.
+    """One bucket of a model: its averaged gradients and, pass by pass, what their step waits for.
+
+    Args:
+        bucket: As DDP passes it to the communication hook, before anything is done with it, because hooks
+            may set another buffer.
+        strides: Those that its parameters had when DDP was made.
 
     Attributes:
         index: Its number in DDP.
-        gradients: The views that will hold its averaged gradients.
+        parameters: Whose gradients it has.
+        buffer: The memory of the gradients.
+        views: The gradients in it, which will be averaged.
         average: The future that the communication hook returned.
         used: Which of its parameters got a gradient, first on this rank, then on any rank; ``None`` if all.
         done: What DDP waits for, if the bucket is stepped after its hook has returned.
     """
 
-    index: int
-    gradients: BucketGradients
     average: torch.futures.Future[Any]
-    used: list[bool] | None = None
-    done: torch.futures.Future[torch.Tensor] = field(init=False)
+    used: list[bool] | None
+    done: torch.futures.Future[torch.Tensor]
 
-    def __post_init__(self) -> None:
-        device = self.gradients.buffer.device
+    def __init__(self, bucket: GradBucket, strides: dict[torch.Tensor, tuple[int, ...]]) -> None:
+        self.index = bucket.index()
+        self.parameters: list[torch.Tensor] = bucket.parameters()
+        self.buffer = bucket.buffer()
+        self.views = [self.buffer] if self.buffer.is_sparse else _views(bucket, self.parameters)
+        self._strides = [strides.setdefault(one, one.stride()) for one in self.parameters]
+
+    def begin(self, average: torch.futures.Future[Any], used: list[bool] | None) -> None:
+        """Begin a pass in which this is its average."""
+        device = self.buffer.device
+        self.average, self.used = average, used
         self.done = torch.futures.Future(devices=None if device.type == "cpu" else [device])
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its gradients; sparse ones vary in size and count as enough for a step."""
+        return sys.maxsize if self.buffer.is_sparse else self.buffer.nbytes
+
+    def require_same_layout(self) -> None:
+        """Raise if the memory layout of a parameter has changed since DDP was made."""
+        if [parameter.stride() for parameter in self.parameters] != self._strides:
+            raise ConfigError(
+                "the memory layout of a parameter was changed after DDP was made, for example by "
+                "model.to(memory_format=torch.channels_last): change it before, or make a new DDP model"
+            )
 
     def await_average(self, seconds: float | None = None) -> None:
         """Wait until the average is in the bucket.
@@ -60,39 +85,19 @@ class Bucket:
         except Exception as error:
             text = f"bucket {self.index} was not averaged: {error_text(error)}"
             raise CommunicationError(text) from error
-        self.gradients.write(average)
+        self._write(average)
 
     def averages(self) -> Sequence[torch.Tensor | None]:
         """Return what each parameter is stepped with."""
-        gradients = self.gradients
         if self.used is None:
-            return gradients.views
+            return self.views
         return [
             # A parameter that no rank has used keeps its previous gradient: None, or zeros.
             view if is_used else parameter.grad
-            for parameter, view, is_used in zip(gradients.parameters, gradients.views, self.used, strict=True)
+            for parameter, view, is_used in zip(self.parameters, self.views, self.used, strict=True)
         ]
 
-
-class BucketGradients:
-    """The averaged gradients of a bucket, as views of its memory.
-
-    Args:
-        bucket: As DDP passes it to the communication hook, before anything is done with it, because hooks
-            may set another buffer.
-    """
-
-    def __init__(self, bucket: GradBucket) -> None:
-        self.parameters: list[torch.Tensor] = bucket.parameters()
-        self.buffer = bucket.buffer()
-        self.views = [self.buffer] if self.buffer.is_sparse else _views(bucket, self.parameters)
-
-    @property
-    def nbytes(self) -> int:
-        """Their size; sparse ones vary in size and count as enough for a step."""
-        return sys.maxsize if self.buffer.is_sparse else self.buffer.nbytes
-
-    def write(self, average: Any) -> None:
+    def _write(self, average: Any) -> None:
         """Copy the result of the hook's future into the bucket, unless it is there already.
 
         Args:
@@ -117,7 +122,7 @@ class BucketGradients:
 
 
 class KnownBuckets:
-    """The gradients of buckets seen before: making the views takes as long as a small step.
+    """Buckets seen before: making the views of one takes as long as a small step.
 
     DDP keeps the buffers of its buckets until it rebuilds them, once, after the first pass: :meth:`forget`
     then, so that no memory is kept that DDP has freed.
@@ -135,25 +140,24 @@ class KnownBuckets:
     ) -> None:
         self.parameters: set[torch.Tensor] = set()
         self._watch = watch
-        self._known: dict[int, tuple[BucketGradients, list[tuple[int, ...]]]] = {}
+        self._known: dict[int, Bucket] = {}
         self._strides = {parameter: parameter.stride() for parameter in parameters}
 
-    def gradients(self, bucket: GradBucket) -> BucketGradients:
-        """Return the gradients of a bucket, as DDP passes it to the communication hook.
+    def find(self, bucket: GradBucket) -> Bucket:
+        """Return a bucket that DDP passes to the communication hook.
 
         Raises:
             ConfigError: The layout of a parameter has changed since DDP was made.
         """
         known = self._known.get(bucket.index())
-        if known is None or known[0].buffer is not bucket.buffer():  # else DDP has rebuilt its buckets
-            known = self._new(bucket)
-        gradients, strides = known
-        if [parameter.stride() for parameter in gradients.parameters] != strides:
-            raise ConfigError(
-                "the memory layout of a parameter was changed after DDP was made, for example by "
-                "model.to(memory_format=torch.channels_last): change it before, or make a new DDP model"
-            )
-        return gradients
+        if known is None or known.buffer is not bucket.buffer():  # else DDP has rebuilt its buckets
+            known = Bucket(bucket, self._strides)
+            self.parameters.update(known.parameters)
+            self._watch(known.parameters)
+            if not known.buffer.is_sparse:  # that is another one in every pass
+                self._known[known.index] = known
+        known.require_same_layout()
+        return known
 
     def forget(self) -> None:
         """Release all memory."""
@@ -163,16 +167,6 @@ class KnownBuckets:
         """Set all gradients to ``None``: of a pass that has failed, some are used and others not averaged."""
         for parameter in self._strides:
             parameter.grad = None
-
-    def _new(self, bucket: GradBucket) -> tuple[BucketGradients, list[tuple[int, ...]]]:
-        gradients = BucketGradients(bucket)
-        parameters = gradients.parameters
-        self.parameters.update(parameters)
-        self._watch(parameters)
-        known = gradients, [self._strides.setdefault(one, one.stride()) for one in parameters]
-        if not gradients.buffer.is_sparse:  # that is another one in every pass
-            self._known[bucket.index()] = known
-        return known
 
 
 def completes_within(average: torch.futures.Future[Any], seconds: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.errors import ConfigError, OverlapError, StepError, StepReport, kind_of_failure
 from ddp_optim_overlap.model import may_leave_out, require_ddp_options, require_one_first_bucket
-from ddp_optim_overlap.passes.backward_pass import BackwardPass, PassState, Stepper, is_inside_node
+from ddp_optim_overlap.passes.averaging import plain_average
+from ddp_optim_overlap.passes.backward_pass import BackwardPass, PassState, Stepper, TaskMark, is_inside_node
 from ddp_optim_overlap.passes.bucket import Bucket, KnownBuckets, average_of
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch
 from ddp_optim_overlap.passes.peers import NAME, Peers
@@ -23,7 +24,9 @@ from dist_utils.comm_hooks import CommHook, completed_future, failed_future, is_
 from dist_utils.process_groups import error_text, runs_on_host, same_error
 from dist_utils.torch_compat import (
     GradBucket,
+    after_backward,
     at_end_of_backward,
+    graph_task_id,
     inside_backward,
     inside_nested_backward,
 )
@@ -36,12 +39,12 @@ class Engine:
     for all of them at its end. There, before DDP does, it waits for one after the other, and steps. On an
     accelerator each step is enqueued by the hook, on a side stream behind the average.
 
-    The first error is kept, by the worker, and raised again by every later call until :meth:`remove`.
+    The first error is kept, and raised again by every later call until :meth:`remove`.
 
     Args:
         process_group: The process group whose ranks train together.
         stepper: Steps with averaged gradients.
-        comm_hook: Any communication hook; it averages.
+        comm_hook: Any communication hook; it averages. ``None``: as DDP does without one.
         comm_state: Its first argument.
         model: The model, which is not kept alive; ``None`` if it is unknown.
         skips_unused: Whether a parameter that no rank has used is left alone. Where some may be unused, the
@@ -60,7 +63,7 @@ class Engine:
         self,
         process_group: dist.ProcessGroup,
         stepper: Stepper,
-        comm_hook: CommHook | Callable[[Any, GradBucket], torch.futures.Future[Any]],
+        comm_hook: CommHook | None,
         comm_state: object,
         *,
         model: DistributedDataParallel | None = None,
@@ -75,14 +78,18 @@ class Engine:
         self.paused = False
         self.report = StepReport()
         self._stepper = stepper
-        self._comm_hook, self._comm_state = comm_hook, comm_state
+        self._comm_hook: Callable[[Any, GradBucket], torch.futures.Future[Any]]
+        self._comm_hook = comm_hook or plain_average(model)
+        self._comm_state = process_group if comm_hook is None else comm_state
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self._skips_unused, self._shares_used = skips_unused, False
         worker = OrderedWorker(process_group, name=NAME, terms=self._terms)
         self._worker: OrderedWorker | None = worker
         self._peers = Peers(worker)
         self._current = BackwardPass(stepper, PassState.ENDED)  # there is none yet
-        self._process_group, self._failed = process_group, False
+        self._process_group = process_group
+        self._error: Exception | None = None
+        self._failed = False
         self.passes = passes
 
     # ---- the first error, and the end of the overlap ----
@@ -95,42 +102,34 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether there was no error, and no pass runs that steps."""
-        return self.error is None and self._current.state is not PassState.STEPS
+        return self._error is None and self._current.state is not PassState.STEPS
 
-    @property
-    def error(self) -> OverlapError | None:
-        """A copy of the first error, unless the overlap was removed; what failed before no longer counts.
+    def raise_error(self) -> None:
+        """Raise a copy of the first error, if there was one.
 
         A copy, because errors that are raised get frames, which hold the caller's model; and the model's
         reducer, of which the garbage collector knows nothing, holds this engine.
         """
-        error = None if self._worker is None else self._worker.error
-        if error is None or isinstance(error, OverlapError):
-            return error
-        failure = kind_of_failure(error)(str(error), self.report)
-        failure.__cause__ = error
-        return failure
+        if self._error is not None:
+            raise same_error(self._error)
 
-    def raise_error(self) -> None:
-        """Raise the first error, if there was one."""
-        if (error := self.error) is not None:
-            raise error
-
-    def fail(self, error: OverlapError) -> OverlapError:
+    def fail(self, error: OverlapError) -> Exception:
         """Keep an error as the first one, unless there was one before; return the first, to be raised.
 
         The peers hear of it without a wait for any of them: the worker's private group ends. After
         :meth:`remove` nothing is kept.
         """
-        if self._worker is not None:
-            self._peers.fail(error)
-        return self.error or error
+        if self.is_removed:
+            return error
+        self._error = self._error or same_error(error)
+        self._peers.fail(error)
+        return same_error(self._error)
 
     def remove(self) -> None:
         """Stop stepping; only average from now on, if the model still exists."""
-        failed = self.error is not None
-        self._failed |= failed  # if called twice, too
         self._stepper.remove(self.gradients)
+        failed, self._error = self._error is not None, None  # what failed before no longer counts
+        self._failed |= failed  # if called twice, too
         if self._worker is not None:
             self._worker.close()
         self._worker = None
@@ -172,7 +171,7 @@ class Engine:
     def _begin(self, device: torch.device) -> None:
         """Begin a backward pass; raises before any communication if it cannot be averaged and stepped."""
         self.passes += 1
-        self._abandon(self._current)
+        self._abandon()
         worker, model = self._worker, self._model()
         # Under join() a rank without data calls its hook outside of any backward pass: it takes part in the
         # communication but does not step, as in the ordinary loop.
@@ -193,7 +192,7 @@ class Engine:
         _require_agreement(worker.agree)
         self._peers.connect(device)
         if steps:
-            self._follow_graph_task(current)  # from here on, others ask whether the pass runs
+            self._follow_task(current)  # from here on, others ask whether the pass runs
             self._stepper.begin()
             averaged = self._known_buckets.parameters
             if averaged:  # else this is the first pass, whose last bucket shows
@@ -218,28 +217,42 @@ class Engine:
             self.gradients.mark_as_new(bucket.parameters())
         if self._worker is None:
             return self._comm_hook(self._comm_state, bucket).then(partial(average_of, bucket.buffer()))
-        self._follow_graph_task(current)
-        gradients, last = self._known_buckets.gradients(bucket), bucket.is_last()
+        self._follow_task(current)
+        known, last = self._known_buckets.find(bucket), bucket.is_last()
         if last:
             self._stepper.require_averaged(self._known_buckets.parameters)
         used: list[bool] = []
         if self._shares_used or current.released is not None:
-            used = [self.gradients.has_come(parameter) for parameter in gradients.parameters]
-        average = self._start_average(bucket)
-        current.count(average)
+            used = [self.gradients.has_come(parameter) for parameter in known.parameters]
+        known.begin(self._start_average(bucket), used if self._shares_used else None)
+        current.hand_over(known)
         if current.released is not None:
-            current.released.begin(gradients, used, last=last)
-        handed = Bucket(bucket.index(), gradients, average, used if self._shares_used else None)
+            current.released.begin(known, used, last=last)
         if last:
             current.is_complete = True
             self.gradients.forget_arrivals()
-            if self._ddp_drops_buffers():
+            # DDP rebuilds its buckets after the first pass, and with lazy_bucket_allocation (torch 2.15) it
+            # has buffers only during a backward pass.
+            if self.passes == 1 or getattr(self._model(), "lazy_bucket_allocation", False):
                 self._known_buckets.forget()
-        if runs_on_host(self._process_group, gradients.buffer.device):
-            return self._step_later(current, handed, last=last)
-        done = self._step_behind_average(current, handed)
-        if last:
-            self._meet(current, gradients.buffer.device)
+        return self._step(current, known, last=last)
+
+    def _step(
+        self, current: BackwardPass, known: Bucket, *, last: bool
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Step a bucket when it is averaged, if the pass steps; return the future for DDP."""
+        if not runs_on_host(self._process_group, known.buffer.device):
+            done = self._step_behind_average(current, known)
+        else:
+            done = current.queue(known)
+            if self._release is not None and not last:
+                self._step_waiting(current, leave=IN_FLIGHT)
+        if last and is_inside_node():
+            at_end_of_backward(partial(self._step_rest, current))
+        elif last:  # DDP will not return to this thread: the first pass of a static graph, or join()
+            self._step_rest(current)
+        if current.failure is not None and not inside_backward():
+            return failed_future(same_error(current.failure), known.buffer)
         return done
 
     def _start_average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
@@ -258,74 +271,46 @@ class Engine:
             raise ConfigError(f"the communication hook must return a future, got {type(averaged).__name__}")
         return averaged
 
-    def _step_later(
-        self, current: BackwardPass, handed: Bucket, *, last: bool
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Let a bucket wait until the end of ``backward()``, or until too many wait if memory is freed."""
-        done, buffer = current.queue(handed), handed.gradients.buffer
-        if not last:
-            if self._release is not None:
-                self._step_waiting(current, leave=IN_FLIGHT)
-        elif is_inside_node():
-            at_end_of_backward(partial(self._step_rest, current, buffer.device))
-        else:  # DDP will not return to this thread: the first pass of a static graph, or join()
-            self._step_rest(current, buffer.device)
-        if current.failure is not None and not inside_backward():
-            return failed_future(same_error(current.failure), buffer)
-        return done
-
-    def _step_waiting(
-        self, current: BackwardPass, *, leave: int = 0, then: Callable[[], object] | None = None
-    ) -> None:
+    def _step_waiting(self, current: BackwardPass, *, leave: int = 0) -> None:
         """Step buckets that wait. An error is kept; later buckets are averaged, as on the other ranks."""
         try:
-            if current.failure is None:  # else the end of the private group tells the peers
-                current.step_waiting(self._share_used, leave=leave)
-                if then is not None:
-                    then()
+            if current.failure is None:
+                current.step_waiting(self._peers.share_used, leave=leave)
         except Exception as error:  # noqa: BLE001 - raised here, it would leave DDP in the middle of a pass
             self._fail(current, error)
         if current.failure is not None:
             current.leave_waiting()
 
-    def _step_rest(self, current: BackwardPass, device: torch.device) -> None:
+    def _step_rest(self, current: BackwardPass) -> None:
         """Step all buckets that wait, and let the ranks meet."""
-        self._step_waiting(current, then=partial(self._meet, current, device))
+        self._step_waiting(current)
+        try:
+            self._peers.meet(self.passes, paused=self.paused, failed=current.failure is not None)
+        except OverlapError as error:
+            self._fail(current, error)
         if current.failure is not None and self._ddp_sends_last() and inside_backward():
             current.end()
             _raise(current.pop_failure())  # DDP would wait for ranks that may not come
 
-    def _meet(self, current: BackwardPass, device: torch.device) -> None:
-        failed = current.failure is not None
-        self._peers.meet(self.passes, device, paused=self.paused, failed=failed)
-
-    def _share_used(self, buckets: Sequence[Bucket]) -> None:
-        if self._shares_used:
-            flags = [flag for bucket in buckets for flag in bucket.used or ()]
-            anywhere = iter(self._peers.share_used(flags, buckets[0].gradients.buffer.device)())
-            for bucket in buckets:
-                bucket.used = [next(anywhere) for _ in bucket.used or ()]
-
     def _step_behind_average(
-        self, current: BackwardPass, handed: Bucket
+        self, current: BackwardPass, known: Bucket
     ) -> torch.futures.Future[torch.Tensor]:
         """Enqueue the step of a bucket on an accelerator, which waits for the average; the host does not."""
-        buffer = handed.gradients.buffer
-        share = None if handed.used is None else self._peers.share_used(handed.used, buffer.device)
+        buffer = known.buffer
+        share = self._peers.share_used([known])
         if current.failure is not None or self._worker is None:
             return completed_future(buffer)
 
         def step(_: dist.ProcessGroup) -> torch.Tensor:
             try:
-                handed.await_average()
-                if share is not None:
-                    handed.used = share()
-                return current.step_now([handed])[0]
+                known.await_average()
+                share()
+                return current.step_now([known])[0]
             except Exception as error:  # noqa: BLE001 - likewise
                 self._fail(current, error)
                 return buffer
 
-        done = self._worker.submit(step, device=buffer.device, name=f"{NAME}:bucket_{handed.index}")
+        done = self._worker.submit(step, device=buffer.device, name=f"{NAME}:bucket_{known.index}")
         if current.released is not None:
             current.released.limit_device()
         return done
@@ -338,17 +323,9 @@ class Engine:
         # No bucket of a static graph's first pass may be the last one.
         if bucket.is_last() or not is_inside_node():
             current.is_complete = True
-        self._follow_graph_task(current)
+        self._follow_task(current)
         current.leave_waiting()
         return completed_future(bucket.buffer())
-
-    def _ddp_drops_buffers(self) -> bool:
-        """Return whether DDP makes new buffers for its next pass.
-
-        It rebuilds its buckets after the first one, and with ``lazy_bucket_allocation`` (torch 2.15) it has
-        buffers only during a backward pass.
-        """
-        return self.passes == 1 or getattr(self._model(), "lazy_bucket_allocation", False)
 
     def _ddp_sends_last(self) -> bool:
         """Return whether DDP may send its record of used parameters after the last hook.
@@ -360,26 +337,35 @@ class Engine:
 
     # ---- the end of a pass ----
 
-    def _follow_graph_task(self, current: BackwardPass) -> None:
-        """Finish the pass at the end of the task that hands over its last bucket."""
-        is_new = current.tasks.follow(partial(self._finish, current), partial(self._abandon, current))
-        if is_new and self._model() is None:
+    def _follow_task(self, current: BackwardPass) -> None:
+        """Finish the pass at the end of the task that hands over its last bucket.
+
+        That is after DDP, which waits for all buckets and copies averages into ``.grad``, and after what
+        communication hooks do then: states with error feedback look at ``.grad`` to see which parameters no
+        rank has used.
+        """
+        task = graph_task_id()
+        if task == -1 or task in current.tasks:
+            return
+        mark = current.tasks[task] = TaskMark()
+        if self._model() is None:
             at_end_of_backward(partial(self._give_up_left_out, current))
+        after_backward(partial(after_backward, partial(self._finish, current, mark)))
 
     def _give_up_left_out(self, current: BackwardPass) -> None:
         """Raise if DDP has left out the last bucket of a pass, which could not be told before."""
-        left_out = not current.is_complete and not inside_nested_backward()
-        if left_out and (failure := self._abandon(current)) is not None:
-            raise failure
+        if not current.is_complete and not inside_nested_backward():
+            _raise(self._abandon())
 
-    def _finish(self, current: BackwardPass) -> None:
+    def _finish(self, current: BackwardPass, mark: TaskMark) -> None:
+        del mark
         if not current.is_complete:
             return
         stepped = current.state is PassState.STEPS
         current.end()
         _raise(current.pop_failure())
         if stepped:
-            self.report = current.report()
+            self.report = current.report
             self._stepper.finish(self.gradients)
 
     def _fail(self, current: BackwardPass, cause: Exception) -> None:
@@ -393,23 +379,22 @@ class Engine:
         else:
             error = StepError(f"the overlapped step failed: {error_text(cause)}")
             error.__cause__ = cause
-        if current.number:
-            self.report = current.report()
+        if current.report.number:
+            self.report = current.report
             error = error.with_report(self.report)
         self.fail(error)
         current.failure = current.failure or error
         if current.state is PassState.STEPS:
             current.state = PassState.AVERAGES
 
-    def _abandon(self, current: BackwardPass) -> OverlapError | None:
+    def _abandon(self) -> OverlapError | None:
         """End a pass that was left before it was finished, and return its error: it steps nothing more."""
-        if current is not self._current:
-            return None
+        current = self._current
         if current.state is PassState.STEPS:
             self._fail(
                 current,
                 StepError(
-                    f"the backward pass ended after {current.buckets} buckets, with an error or because "
+                    f"the backward pass ended after {current.report.buckets} buckets, with an error or as "
                     "parameters got no gradient, which DDP allows with find_unused_parameters=True only, "
                     "without skip_all_reduce_unused_params"
                 ),
@@ -423,19 +408,15 @@ class Engine:
         """Wait until every rank has got here; return the last report, or raise the first error."""
         self.require_outside_pass()
         if not self.is_removed:
-            try:
-                self._await_peers(timeout)
-            except OverlapError as error:
-                raise self.fail(error) from error.__cause__
-        self.raise_error()
+            self._await_peers(timeout)
         return self.report
 
     def _await_peers(self, timeout: float | None = None) -> None:
-        """Wait until every rank has come to the meeting of the last pass; raise with its report."""
+        """Wait until every rank has come to the meeting of the last pass; keep an error, with its report."""
         try:
             self._peers.wait(timeout)
         except OverlapError as error:
-            raise error.with_report(self.report) from error.__cause__
+            raise self.fail(error.with_report(self.report)) from error.__cause__
 
     def require_outside_pass(self) -> None:
         """Raise the first error, or raise if a backward pass runs or was left.
@@ -445,29 +426,24 @@ class Engine:
             StepError: One has begun to hand over buckets, and has ended without an error and without
                 handing over all.
         """
-        left = self.refuse_inside_pass("step() or wait()")
-        if left is not None:
-            self._abandon(left)
+        self.refuse_inside_pass("step() or wait()")
         self.raise_error()
 
-    def refuse_inside_pass(self, call: str) -> BackwardPass | None:
+    def refuse_inside_pass(self, call: str) -> None:
         """Raise if a backward pass that steps is running, in this thread or another one.
-
-        Returns:
-            A pass that was left before it had finished; ``None`` if there is none.
 
         Raises:
             ConfigError: One is running.
         """
         current = self._current  # read once: another thread may begin the next one
-        if current.state is not PassState.STEPS or self.error is not None:
-            return None
-        if current.tasks.run() or inside_backward():
+        if current.state is not PassState.STEPS:
+            return
+        if current.tasks or inside_backward():
             raise ConfigError(
                 f"{call} while backward() runs, in one of its hooks or in another thread: call it when "
                 "backward() has returned"
             )
-        return current
+        self._abandon()
 
     def _terms(self) -> dict[str, object]:
         hook = self._comm_hook

@@ -14,14 +14,18 @@ import torch.distributed as dist
 
 from ddp_optim_overlap.errors import CommunicationError, ConfigError, OverlapError
 from ddp_optim_overlap.passes.averaging import start_all_reduce
+from ddp_optim_overlap.passes.bucket import Bucket
 from ddp_optim_overlap.passes.gradient_watch import is_capturing
 from dist_utils import OrderedWorker
-from dist_utils.process_groups import error_text, record_use, runs_on_host
+from dist_utils.process_groups import error_text, runs_on_host
 
 NAME = "ddp-optim-overlap"
 """The name of the worker, and the prefix of its jobs' ranges in a profiler."""
 
 _POLL_SECONDS = 0.001
+
+_Answer = Callable[[float | None], list[int]]
+"""Waits for integers from all ranks, some seconds or as long as the process group allows."""
 
 
 class Peers:
@@ -44,59 +48,56 @@ class Peers:
         self._worker = worker
         self._private: weakref.ref[dist.ProcessGroup] | None = None
         self._streams: dict[torch.device, Any] = {}
-        self._finish_meeting: Callable[[float | None], list[int]] | None = None
+        self._device = torch.device("cpu")  # of the newest pass
+        self._meeting: _Answer | None = None
         # A thread of Gloo that drops a tensor last needs the interpreter, for which torch 2.6 waits while it
         # destroys a group, and with it that thread.
         self._kept: torch.Tensor | None = None
 
     def connect(self, device: torch.device) -> None:
-        """Connect the ranks before a pass whose gradients are on this device, if that is still to be done.
+        """Connect the ranks, if that is still to be done, before a pass that begins on this device.
 
         Raises:
             CommunicationError: A rank has not come, or the process group was destroyed.
         """
-        group = self._worker.process_group
+        group, self._device = self._worker.process_group, device
         if group.size() > 1 and runs_on_host(group, device):
             self._private_group()
 
-    def share_used(self, used: list[bool], device: torch.device) -> Callable[[], list[bool]]:
-        """Find out which parameters got a gradient on any rank; return what waits for the answer.
+    def share_used(self, buckets: Sequence[Bucket]) -> Callable[[], None]:
+        """Find out which parameters of some buckets got a gradient on any rank.
 
-        Args:
-            used: Which ones got a gradient on this rank.
-            device: The device of their gradients.
+        Returns:
+            Waits for the answer, and sets it in the buckets. All ranks share the same buckets together.
         """
-        group = self._worker.process_group
-        if group.size() == 1:
-            return lambda: used
-        on_host = runs_on_host(group, device)
-        anywhere = self._kept = _numbers_on(torch.device("cpu") if on_host else device, used)
-        work = _start_maximum(anywhere, self._private_group() if on_host else group)
+        group, device = self._worker.process_group, buckets[0].buffer.device
+        flags = [flag for bucket in buckets for flag in bucket.used or ()]
+        if not flags or group.size() == 1:
+            return lambda: None
+        answer = self._start_maximum(flags, device)
 
-        def finish() -> list[bool]:
-            with _errors_of_peers():
-                work.wait()
-            record_use(anywhere)
-            # Reading it waits for the device, so only where the answer is open.
-            return used if all(used) else [bool(value) for value in anywhere.tolist()]
+        def finish() -> None:
+            # Reading it waits for an accelerator, so only where the answer is open.
+            is_open = not all(flags) or runs_on_host(group, device)
+            anywhere = iter(answer(None) if is_open else flags)
+            for bucket in buckets:
+                bucket.used = [bool(next(anywhere)) for _ in bucket.used or ()]
 
         return finish
 
-    def meet(self, number: int, device: torch.device, *, paused: bool, failed: bool) -> None:
+    def meet(self, number: int, *, paused: bool, failed: bool) -> None:
         """Start the meeting that follows the last bucket of a pass.
 
         Args:
             number: Of the pass, among all that have averaged.
-            device: The device of its gradients.
             paused: Whether it only averages, in ``handle.pause()``.
             failed: Whether this rank has failed in it.
         """
         group = self._worker.process_group
-        if group.size() == 1 or is_capturing():
+        if group.size() == 1 or is_capturing() or (failed and runs_on_host(group, self._device)):
             return
-        claim = [number, -number, paused, -paused, failed]  # maxima over the ranks tell whether all are equal
-        meet = self._meet_on_host if runs_on_host(group, device) else partial(self._meet_on_device, device)
-        self._finish_meeting = meet(claim)
+        # Maxima over the ranks tell whether all are equal.
+        self._meeting = self._start_maximum([number, -number, paused, -paused, failed], self._device)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every rank has come to the last meeting, or one has failed.
@@ -109,9 +110,9 @@ class Peers:
             CommunicationError: Another rank has failed.
             ConfigError: Ranks are in different passes.
         """
-        if self._finish_meeting is None or is_capturing():
+        if self._meeting is None or is_capturing():
             return
-        newest, oldest, paused, not_paused, failed = self._finish_meeting(timeout)
+        newest, oldest, paused, not_paused, failed = self._meeting(timeout)
         if newest != -oldest or paused != -not_paused:
             raise ConfigError(
                 "ranks are in different backward passes, or some are in handle.pause() and others are not: "
@@ -119,38 +120,35 @@ class Peers:
             )
         if failed:
             raise CommunicationError("another rank failed in this step")
-        self._finish_meeting = None
+        self._meeting = None
 
     def fail(self, error: OverlapError) -> None:
         """Keep the first error, and let the peers hear of one: the private group ends."""
-        self._finish_meeting = None  # what waits for it would keep the connections
+        self._meeting = None  # what waits for it would keep the connections
         self._worker.fail(error)
 
-    def _meet_on_host(self, claim: list[int]) -> Callable[[float | None], list[int]]:
-        values = self._kept = _numbers_on(torch.device("cpu"), claim)
-        work = _start_maximum(values, self._private_group())
+    def _start_maximum(self, numbers: Sequence[int], device: torch.device) -> _Answer:
+        """Start to find the maxima of integers over the ranks, for a pass with gradients on this device.
 
-        def finish(timeout: float | None) -> list[int]:
-            deadline = None if timeout is None else time.monotonic() + timeout
-            while deadline is not None and not work.is_completed():
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"a peer has not finished its step within {timeout:g} s")
-                time.sleep(_POLL_SECONDS)
+        Raises:
+            CommunicationError: The group has failed.
+        """
+        group = self._worker.process_group
+        if runs_on_host(group, device):
+            values = self._kept = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+            private = self._private_group()
             with _errors_of_peers():
-                work.wait()
-            return values.tolist()
-
-        return finish
-
-    def _meet_on_device(self, device: torch.device, claim: list[int]) -> Callable[[float | None], list[int]]:
-        """Meet on an accelerator, whose host waits only when it is asked."""
+                work = start_all_reduce(values, private, dist.ReduceOp.MAX)
+            return partial(_await_on_host, work, values)
         accelerator: Any = torch.get_device_module(device)
         if device not in self._streams:
             self._streams[device] = accelerator.Stream(device)
         stream = self._streams[device]
-        with accelerator.stream(stream):
-            values = _numbers_on(device, claim)
-            _start_maximum(values, self._worker.process_group).wait()  # only the stream waits
+        with accelerator.stream(stream), _errors_of_peers():
+            # A copy to an accelerator from memory that is not pinned would wait.
+            given = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=True)
+            values = given.to(device, non_blocking=True)
+            start_all_reduce(values, group, dist.ReduceOp.MAX).wait()  # only the stream waits
             largest = values.to("cpu", non_blocking=True)
             copied = stream.record_event()
 
@@ -177,14 +175,15 @@ class Peers:
         return group
 
 
-def _start_maximum(numbers: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start to replace numbers by their maxima over the ranks.
-
-    Raises:
-        CommunicationError: The group has failed.
-    """
+def _await_on_host(work: dist.Work, values: torch.Tensor, timeout: float | None) -> list[int]:
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while deadline is not None and not work.is_completed():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"a peer has not finished its step within {timeout:g} s")
+        time.sleep(_POLL_SECONDS)
     with _errors_of_peers():
-        return start_all_reduce(numbers, group, dist.ReduceOp.MAX)
+        work.wait()
+    return values.tolist()
 
 
 @contextlib.contextmanager
@@ -195,10 +194,3 @@ def _errors_of_peers() -> Iterator[None]:
     except Exception as error:
         text = f"another rank failed in this step, or has called remove() alone: {error_text(error)}"
         raise CommunicationError(text) from error
-
-
-def _numbers_on(device: torch.device, numbers: Sequence[int]) -> torch.Tensor:
-    """Return integers in a tensor on a device, without a wait for the device."""
-    pin = device.type != "cpu"  # a copy to an accelerator from other memory would wait
-    host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=pin)
-    return host.to(device, non_blocking=pin)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.model import averaged_parameters, may_leave_out
 from ddp_optim_overlap.optimizers.partial_steps import PartialSteps
-from ddp_optim_overlap.passes.bucket import BucketGradients
+from ddp_optim_overlap.passes.bucket import Bucket
 from dist_utils.process_groups import record_use
 from dist_utils.torch_compat import group_timeout
 
@@ -69,15 +69,15 @@ class PageMemory:
         if _libc().madvise(address, size, mmap.MADV_DONTNEED) != 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
-    def give_back(self, gradients: BucketGradients) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def give_back(self, bucket: Bucket) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Free a dense bucket, once nobody reads its gradients any more.
 
         Returns:
             The tensor that DDP may take for the average, and the gradients in it. If these are the ``.grad``
             of the parameters, DDP copies nothing at the end of the backward pass.
         """
-        self.give_back_part([gradients.buffer])
-        return gradients.buffer, gradients.views
+        self.give_back_part([bucket.buffer])
+        return bucket.buffer, bucket.views
 
     def restore(self, parameter: torch.Tensor | None = None) -> None:
         """Do nothing."""
@@ -105,17 +105,17 @@ class StorageMemory:
     def give_back_part(self, views: Sequence[torch.Tensor]) -> None:
         """Do nothing: a storage is freed as a whole."""
 
-    def give_back(self, gradients: BucketGradients) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def give_back(self, bucket: Bucket) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Free a dense bucket once the current stream has reached this point; returns the same."""
-        buffer, size = gradients.buffer, gradients.buffer.untyped_storage().nbytes()
+        buffer, size = bucket.buffer, bucket.buffer.untyped_storage().nbytes()
         scratch = self._scratch.get(buffer.device)
         if scratch is None or scratch.nbytes() < size:
             scratch = torch.empty(size, dtype=torch.uint8, device=buffer.device).untyped_storage()
             self._scratch[buffer.device] = scratch
         record_use(buffer)
-        for parameter in gradients.parameters:
+        for parameter in bucket.parameters:
             self._given[parameter] = weakref.ref(buffer), size
-        instead, *views = (_same_place(one, scratch) for one in (buffer, *gradients.views))
+        instead, *views = (_same_place(one, scratch) for one in (buffer, *bucket.views))
         buffer.untyped_storage().resize_(0)
         return instead, views
 
@@ -195,18 +195,18 @@ class GradientRelease:
                     "too, freeze it, or leave release_gradients out"
                 )
 
-    def begin(self, gradients: BucketGradients, used: Sequence[bool], *, last: bool) -> None:
+    def begin(self, bucket: Bucket, used: Sequence[bool], *, last: bool) -> None:
         """Drop the gradients that DDP has copied into a bucket; other gradients may still be needed.
 
         Args:
-            gradients: The bucket.
+            bucket: The bucket.
             used: Which of its parameters got a gradient on this rank.
             last: Whether it is the last bucket of the pass.
         """
         self._only_bucket = last and not self._parameters
-        self._parameters += gradients.parameters
-        if not gradients.buffer.is_sparse:
-            for parameter, view, is_used in zip(gradients.parameters, gradients.views, used, strict=True):
+        self._parameters += bucket.parameters
+        if not bucket.buffer.is_sparse:
+            for parameter, view, is_used in zip(bucket.parameters, bucket.views, used, strict=True):
                 if is_used:
                     parameter.grad = view
 
@@ -215,39 +215,39 @@ class GradientRelease:
         while len(self._events) > IN_FLIGHT:
             self._events.popleft().synchronize()
 
-    def parts(self, gradients: BucketGradients) -> Iterator[list[torch.Tensor]]:
+    def parts(self, bucket: Bucket) -> Iterator[list[torch.Tensor]]:
         """Yield a bucket's parameters in parts, to be stepped one by one; frees each part after its step.
 
         New optimizer states of a part are allocated after the gradients of earlier parts are freed.
         """
-        parameters, views = gradients.parameters, gradients.views
+        parameters, views = bucket.parameters, bucket.views
         begin = size = 0
         for place, view in enumerate(views):
             size += 0 if view.is_sparse else view.nbytes
             if size >= _PART_BYTES or place == len(views) - 1:
                 yield parameters[begin : place + 1]
-                if not gradients.buffer.is_sparse and place < len(views) - 1:
+                if not bucket.buffer.is_sparse and place < len(views) - 1:
                     self.memory.give_back_part(views[begin : place + 1])
                 begin, size = place + 1, 0
 
-    def give_back(self, gradients: BucketGradients, averaged: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    def give_back(self, bucket: Bucket, averaged: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Free the memory of a bucket that was stepped.
 
         Args:
-            gradients: The bucket.
+            bucket: The bucket.
             averaged: The gradients of the step; they differ from the bucket's where no rank used a parameter.
 
         Returns:
             The tensor that DDP is to take for the average.
         """
-        if gradients.buffer.is_sparse:
-            return gradients.buffer
+        if bucket.buffer.is_sparse:
+            return bucket.buffer
         if self._only_bucket and not self.memory.stays_readable:  # what DDP takes instead would be as large
-            value, views = gradients.buffer, gradients.views
+            value, views = bucket.buffer, bucket.views
         else:
-            value, views = self.memory.give_back(gradients)
+            value, views = self.memory.give_back(bucket)
         for parameter, view, used, instead in zip(
-            gradients.parameters, gradients.views, averaged, views, strict=True
+            bucket.parameters, bucket.views, averaged, views, strict=True
         ):
             if used is view:
                 parameter.grad = instead
