@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -21,18 +21,9 @@ from ddp_optim_overlap.optimizers.partial_steps import (
     step_without_hooks,
 )
 from dist_utils.process_groups import error_text
-from dist_utils.torch_compat import MissingTorchFeatureError, private
 
-_CASES: list[tuple[str, float, float | None]] = [
-    # They grow, or momentum would hide the small ones.
-    *(("", scale, 1.0) for scale in (1e-6, 1e-3, 1.0, 1e3)),
-    (", one of them with a gradient of zeros", 1.0, 0.0),
-    (", all of them with gradients of zeros", 0.0, 1.0),
-    (", one of them without a gradient", 1.0, None),
-    (", one of them with an infinite gradient", 1.0, math.inf),
-    (", one of them with a gradient of NaN", 1.0, math.nan),
-]
-"""The steps of a trial: what is special, the scale of the gradients, and a factor of one of them."""
+_SCALES = (1e-6, 1e-3, 1.0, 1e3)
+"""Of the gradients of one step after another. They grow, or momentum would hide the small ones."""
 _OTHER_SCALE = 1e-5
 """Scale of every other gradient in a step, so that a limit between two scales is between two gradients."""
 _LEAST_RATE = 0.01
@@ -43,12 +34,7 @@ _MOST_VALUES = 1024
 """The sides of parameters with more values are cut."""
 _LONGEST_SIDE = 8
 _NO_ATTRIBUTES = NOT_OF_THE_STEP | {"state"}
-_COLLECTIVES = ("c10d::", "_c10d_functional", "c10d_functional::", "symm_mem::")
 
-_NOT_OF_THE_STEP = (UnsupportedOptimizerError, MissingTorchFeatureError)
-"""Errors that a step does not raise by itself."""
-
-_Gradients = list[torch.Tensor | None]
 _Places = list[tuple[int, int]]
 """Parameters, each by the number of its group and its position there."""
 
@@ -68,80 +54,52 @@ def require_passed_trial(optimizer: torch.optim.Optimizer, sparse: Collection[to
 
     Raises:
         UnsupportedOptimizerError: Values, states or options differ, as they also do if a step draws random
-            numbers or keeps a gradient; it sets attributes, fails, communicates or moves nothing; or the
-            optimizer cannot be copied.
+            numbers or keeps a gradient; it sets attributes, fails or moves nothing; or the optimizer cannot
+            be copied.
 
     Cost:
-        Nine steps of two copies with some small parameters of each group: some tenths of a second.
+        Four steps of two copies with some small parameters of each group: some tenths of a second.
     """
     places = _places_to_try(optimizer, sparse)
     if not places:
         return
     try:
         # As inside backward(); the caller's default device is no matter.
-        with torch.no_grad(), torch.device("cpu"), _refuse_collectives(type(optimizer).__name__):
-            _compare(optimizer, places, sparse)
-    except _NOT_OF_THE_STEP:
+        with torch.no_grad(), torch.device("cpu"):
+            reason = _find_coupling(optimizer, places, sparse)
+    except UnsupportedOptimizerError:
         raise
     except Exception as error:
-        name = type(optimizer).__name__
-        raise refusal(
-            f"the step of {name} failed on small copies of parameters, with {error_text(error)}"
-        ) from error
+        text = f"failed on small copies of parameters, with {error_text(error)}"
+        raise refusal(f"the trial of {type(optimizer).__name__} {text}") from error
+    if reason:
+        raise refusal(f"{type(optimizer).__name__} {reason}")
 
 
-def _compare(optimizer: torch.optim.Optimizer, places: _Places, sparse: Collection[torch.Tensor]) -> None:
-    """Raise if copies whose parameters are stepped one by one end with other bits."""
-    numbers = [number for number, _ in places]
-    special = numbers.index(max(numbers, key=numbers.count))  # beside others of its group
-    is_sparse = [optimizer.param_groups[number]["params"][at] in sparse for number, at in places]
-    fresh, *copies = (_small_copy(optimizer, places) for _ in range(3))
-    moved = False
-    for seed, (case, scale, factor) in enumerate(_CASES):
-        gradients: _Gradients = [
-            one.to_sparse(1) if as_sparse else one
-            for one, as_sparse in zip(_gradients(fresh, scale, seed), is_sparse, strict=True)
-        ]
-        ordinary = gradients[special]
-        gradients[special] = None if factor is None or ordinary is None else ordinary * factor
-        if not _step_alike(copies, gradients, case):
-            copies = [_small_copy(optimizer, places) for _ in copies]
-        moved = moved or bool(_difference(copies[0], fresh))
-    if not moved:
-        raise refusal(f"the step of {type(optimizer).__name__} does not move the parameters in its groups")
+def _find_coupling(
+    optimizer: torch.optim.Optimizer, places: _Places, sparse: Collection[torch.Tensor]
+) -> str:
+    """Say what differs if copies are stepped together or one by one; an empty string if nothing does."""
+    fresh, together, one_by_one = (_small_copy(optimizer, places) for _ in range(3))
+    for seed, scale in enumerate(_SCALES):
+        gradients = _gradients(fresh, scale, seed)
+        for place, (number, at) in enumerate(places):
+            if optimizer.param_groups[number]["params"][at] in sparse:
+                gradients[place] = gradients[place].to_sparse(1)
+        _step_together(together, gradients)
+        _step_one_by_one(one_by_one, gradients)
+        if found := _difference(together, one_by_one):
+            return f"does not step per parameter: {found} differs if parameters are stepped one by one"
+    return "" if _difference(together, fresh) else "does not move the parameters in its groups"
 
 
-def _step_alike(copies: Sequence[torch.optim.Optimizer], gradients: _Gradients, case: str) -> bool:
-    """Step one copy's parameters together and the other's one by one; raise unless that is all the same.
-
-    Returns:
-        Whether the steps were done. In special cases they may fail, as in an ordinary loop, if both do.
-    """
-    failures = []
-    for copied, step in zip(copies, (_step_together, _step_one_by_one), strict=True):
-        try:
-            step(copied, gradients)
-        except _NOT_OF_THE_STEP:  # noqa: PERF203 - two steps are few
-            raise
-        except Exception as error:  # noqa: BLE001 - a step may raise anything
-            failures.append(error)
-    if case and len(failures) == len(copies):
-        return False
-    if failures:
-        raise failures[0]
-    if found := _difference(*copies):
-        text = f"does not step per parameter: {found} differs if parameters are stepped one by one{case}"
-        raise refusal(f"{type(copies[0]).__name__} {text}")
-    return True
-
-
-def _step_together(optimizer: torch.optim.Optimizer, gradients: _Gradients) -> None:
+def _step_together(optimizer: torch.optim.Optimizer, gradients: list[torch.Tensor]) -> None:
     for parameter, gradient in zip(parameters_of(optimizer), gradients, strict=True):
-        parameter.grad = None if gradient is None else gradient.clone()
+        parameter.grad = gradient.clone()
     step_without_hooks(optimizer)
 
 
-def _step_one_by_one(optimizer: torch.optim.Optimizer, gradients: _Gradients) -> None:
+def _step_one_by_one(optimizer: torch.optim.Optimizer, gradients: list[torch.Tensor]) -> None:
     """Step one parameter after another, the last one first, as DDP's buckets come.
 
     As in a backward pass, other gradients are then missing or not averaged yet, and memory is used again.
@@ -151,44 +109,33 @@ def _step_one_by_one(optimizer: torch.optim.Optimizer, gradients: _Gradients) ->
     for place, parameter in enumerate(parameters):
         parameter.grad = torch.ones_like(parameter) if place % 2 else None
     for parameter, gradient in reversed(list(zip(parameters, gradients, strict=True))):
-        averaged = None if gradient is None else gradient.clone()
-        before, parameter.grad = parameter.grad, averaged
+        before, parameter.grad = parameter.grad, gradient.clone()
+        averaged = parameter.grad
         parts.step([parameter])
         parameter.grad = before
-        if averaged is not None:
-            averaged.zero_()
+        averaged.zero_()
     parts.finish()
 
 
 def _difference(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> str:
     """Describe the first difference between two copies; what may cause the rest is first."""
     mine, theirs = _contents(one), _contents(other)
-    found = (what for what in {**mine, **theirs} if not same_value(mine.get(what), theirs.get(what)))
-    return next(found, "")
+    return next((what for what, value in mine.items() if not same_value(value, theirs[what])), "")
 
 
 def _contents(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what a step may change, with descriptions."""
-    found = {
-        f"option {name!r} of group {number}": value
-        for number, group in enumerate(optimizer.param_groups)
-        for name, value in group.items()
-        if name != "params"
+    groups, state = optimizer.param_groups, dict[Any, Any](optimizer.state)
+    options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    return {
+        "an option": options,
+        "state of no parameter": [state[one] for one in state if not isinstance(one, torch.Tensor)],
+        "a parameter or its state": [(one.detach(), state.get(one, {})) for one in parameters_of(optimizer)],
     }
-    state: dict[Any, Any] = optimizer.state
-    of_none = {owner: value for owner, value in state.items() if not isinstance(owner, torch.Tensor)}
-    found["state of no parameter"] = of_none
-    parameters = parameters_of(optimizer)
-    found["a parameter or its state"] = [(one.detach(), state.get(one, {})) for one in parameters]
-    return found
 
 
 def _small_copy(optimizer: torch.optim.Optimizer, places: _Places) -> torch.optim.Optimizer:
-    """Return a copy of an optimizer with small copies of the parameters at these places.
-
-    Raises:
-        UnsupportedOptimizerError: The optimizer has what cannot be copied.
-    """
+    """Return a copy of an optimizer with small copies of the parameters at these places."""
     groups = [
         part_of(group, [at for other, at in places if other == number])
         for number, group in enumerate(optimizer.param_groups)
@@ -206,11 +153,7 @@ def _small_copy(optimizer: torch.optim.Optimizer, places: _Places) -> torch.opti
     memo[id(optimizer)] = copied = stand_in(optimizer, [])
     attributes = {name: one for name, one in vars(optimizer).items() if name not in _NO_ATTRIBUTES}
     wanted = groups, state, attributes, [vars(one) for one in originals]
-    try:
-        groups, state, attributes, of_parameters = copy.deepcopy(wanted, memo)
-    except Exception as error:
-        name = type(optimizer).__name__
-        raise refusal(f"{name} cannot be copied for a trial, with {error_text(error)}") from error
+    groups, state, attributes, of_parameters = copy.deepcopy(wanted, memo)
     for group in groups:
         if isinstance(group.get("lr"), (int, float, torch.Tensor)):
             group["lr"] = max(group["lr"], 0 * group["lr"] + _LEAST_RATE)
@@ -272,18 +215,3 @@ def _gradients(optimizer: torch.optim.Optimizer, scale: float, seed: int) -> lis
         # With the parameter's strides, because the order of a sum depends on them.
         found.append(torch.empty_like(one).copy_(gradient))
     return found
-
-
-def _refuse_collectives(optimizer: str) -> Any:
-    """Return a context in which this thread's collectives raise before they run."""
-    base: Any = private("torch.utils._python_dispatch", "TorchDispatchMode", "noticing collectives of a step")
-
-    class Watch(base):  # type: ignore[misc] # torch's class
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            """Run an operator that is no collective. There is no public name for this up to torch 2.15."""
-            del types
-            if func.name().startswith(_COLLECTIVES):
-                raise refusal(f"the step of {optimizer} communicates ({func.name()})")
-            return func(*args, **(kwargs or {}))
-
-    return Watch()
