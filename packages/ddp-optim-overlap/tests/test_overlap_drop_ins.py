@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import inspect
 import io
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from parity_cases import OPTIMIZERS
 from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_compress_hooks import allreduce_hook
+from ddp_compress_hooks import allreduce_hook, bf16_compress_wrapper
 from ddp_optim_overlap import (
     ConfigError,
     DoubleBackwardError,
@@ -226,40 +225,29 @@ def check_unused_is_moved_by_hook_then_optimizer():
     assert_same(ddp.module.layers[1].weight.detach(), before.add(before * 0.5, alpha=-0.1))
 
 
-def check_buckets_left_out():
-    """A hook does not know that DDP leaves buckets out: none is waited for or silently not stepped."""
-    if "skip_all_reduce_unused_params" not in inspect.signature(DistributedDataParallel).parameters:
-        return  # torch 2.6
-    for skipped in (0, 1, 3):  # in the last bucket, in one between, in the first
-        net = Net()
-        net.conv.requires_grad_(False)  # each layer has a bucket of its own
-        ddp = make_ddp(net, find_unused_parameters=True, skip_all_reduce_unused_params=True)
-        optimizer = sgd(ddp)
-        _hook(ddp, optimizer)
-        train_on(ddp, optimizer, batches(1))
-        net.skipped = (skipped,)
-        with pytest.raises(RuntimeError, match="skip_all_reduce_unused_params"):
-            train_on(ddp, optimizer, batches(1))
+@cases(
+    {
+        option: (option,)
+        for option in ("skip_all_reduce_unused_params", "require_manual_backward_finalization")
+    }
+)
+def check_options_of_a_model_that_is_called(option):
+    """Buckets that would be left out, or come too late: refused when the model is called."""
+    ddp = make_ddp()
+    setattr(ddp, option, True)  # not in every torch
+    _hook(ddp, sgd(ddp))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=option):
+            ddp(batches(1)[0])
 
 
-@as_ordinary
-def check_an_end_that_is_called(*, overlapped):
-    """With manual finalization (torch 2.15) backward() itself waits for the steps."""
-    ddp = make_ddp(gradient_as_bucket_view=True)
-    manual = hasattr(DistributedDataParallel, "require_manual_backward_finalization")
-    if manual:
-        ddp.require_manual_backward_finalization = True
-    optimizer = sgd(ddp)
-    if overlapped:
-        _hook(ddp, FunctionalSGD(0.1))
-    for x in batches(3):
-        backward(ddp, x)
-        if manual:
-            ddp.finalize_backward()
-        if not overlapped:
-            optimizer.step()
-        ddp.zero_grad()
-    return snapshot(ddp)
+def check_a_hook_inside_another():
+    """It cannot find its model."""
+    ddp = make_ddp()
+    inner = hook_then_optimizer(allreduce_hook, OptimizerHookState(sgd(ddp)))
+    ddp.register_comm_hook(None, bf16_compress_wrapper(inner))
+    with pytest.raises(ConfigError, match="this hook has no engine"):
+        backward(ddp, batches(1)[0])
 
 
 @as_ordinary
@@ -335,7 +323,7 @@ def check_in_backward_of_what_ddp_does_not_average():
     ddp = make_ddp(net)
     net.conv.requires_grad_(True)
     _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
-    with pytest.raises(RuntimeError, match="has a parameter in no bucket"):
+    with pytest.raises(RuntimeError, match="is not one that this DDP model averages"):
         backward(ddp, batches(1)[0])
     net = torch.nn.Linear(4, 4)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["weight"])

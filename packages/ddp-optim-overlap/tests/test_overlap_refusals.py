@@ -162,7 +162,7 @@ REFUSED = {
     "compiled DDP": _refused("got OptimizedModule", model=lambda: torch.compile(make_ddp()), kind=TypeError),
     "sparse": _refused(r"embedding\.weight", model=_sparse, make=adamw, kind=UnsupportedGradientError),
     "sparse, declared": _refused(
-        "step of OwnAdam failed on small copies .*does not support sparse gradients",
+        "trial of OwnAdam failed on small copies .*does not support sparse gradients",
         model=_sparse,
         make=lambda ddp: OwnAdam(ddp.parameters()),
         kind=UnsupportedOptimizerError,

@@ -99,7 +99,7 @@ REFUSED = {
         ConfigError,
         "Delegates calls its own GradScaler",
     ),
-    "does more": (Masks, UnsupportedOptimizerError, "step of Masks failed"),
+    "does more": (Masks, UnsupportedOptimizerError, "trial of Masks failed"),
 }
 
 

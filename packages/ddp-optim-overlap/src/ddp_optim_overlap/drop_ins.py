@@ -2,29 +2,23 @@
 
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_optim_overlap.loop.overlapped_optimizers import OverlappedOptimizers
-from ddp_optim_overlap.model import require_ddp_options
+from ddp_optim_overlap.model import averaged_parameters, require_group
 from ddp_optim_overlap.optimizers.admission import (
     require_plain_step,
     require_separate_memory,
     require_step_per_parameter,
 )
-from ddp_optim_overlap.optimizers.partial_steps import note_writes
+from ddp_optim_overlap.optimizers.step_calls import LoopStepper
+from ddp_optim_overlap.optimizers.stepper import Stepper
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
-from ddp_optim_overlap.passes.backward_pass import Stepper
 from ddp_optim_overlap.passes.engine import Engine
-from ddp_optim_overlap.passes.gradient_watch import GradientWatch, gradient_marks
-from ddp_optim_overlap.slot import EngineSlot
-from dist_utils import resolve_group
+from ddp_optim_overlap.slot import EngineSlot, start_before_forward
 from dist_utils.comm_hooks import CommHook
 
 
@@ -72,70 +66,34 @@ class OptimizerHookState:
             require_plain_step(functional_optim)
             require_separate_memory([functional_optim])
             require_step_per_parameter(functional_optim, declared=steps_per_parameter, sparse={})
-            overlapped = OverlappedOptimizers([functional_optim], only=self.params_to_optimize)
-            overlapped.calls.replace()
-            self.stepper: OverlappedOptimizers | _StepFunctions = overlapped
-        elif callable(getattr(functional_optim, "step_param", None)):
-            self.stepper = _StepFunctions(functional_optim, self.params_to_optimize)
-        else:
+            self._stepper = LoopStepper([functional_optim], only=self.params_to_optimize)
+            self._stepper.replace_steps()
+        elif not callable(getattr(functional_optim, "step_param", None)):
             raise ValueError(  # noqa: TRY004 - as PyTorch does
                 f"{type(functional_optim).__name__} is not a torch.optim.Optimizer and has no "
                 "step_param(param, grad)"
             )
 
+    def stepper_for(self, ddp: DistributedDataParallel) -> Stepper:
+        """Return what steps a model's parameters."""
+        if isinstance(self.functional_optimizer, torch.optim.Optimizer):
+            return self._stepper
+        parameters = self.params_to_optimize or averaged_parameters(ddp)
+        return Stepper([_Functional(parameters, self.functional_optimizer)])
 
-class _StepFunctions(Stepper):
+
+class _Functional(torch.optim.Optimizer):
     """Steps one parameter after another with ``step_param``."""
 
-    def __init__(self, functional: FunctionalOptimizer, only: set[torch.Tensor] | None) -> None:
+    def __init__(self, params: Iterable[torch.Tensor], functional: FunctionalOptimizer) -> None:
+        super().__init__(params, {})
         self._functional = functional
-        self._only = only
-        self._stepped: list[torch.Tensor] = []
 
-    def step(self, parameters: Sequence[torch.Tensor]) -> None:
-        for parameter in parameters:
-            if self._only is None or parameter in self._only:
-                note_writes([parameter])
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
                 self._functional.step_param(parameter, parameter.grad)
-                self._stepped.append(parameter)
-
-    def finish(self, gradients: GradientWatch) -> None:
-        gradients.mark_as_used(self._stepped, gradient_marks(self._stepped))
-        self._stepped = []
-
-
-def engine_hook(
-    make_stepper: Callable[[DistributedDataParallel | None], Stepper],
-    comm_hook: CommHook | None,
-    *,
-    skips_unused: bool,
-) -> CommHook:
-    """Return a communication hook of one model that makes its engine with the first bucket.
-
-    Args:
-        make_stepper: Returns what the engine steps with, given the model if that is known.
-        comm_hook: What averages, with the state that the hook was registered with; ``None``: as DDP does.
-        skips_unused: As for :class:`Engine`.
-    """
-
-    def make(hook_state: object, model: DistributedDataParallel | None) -> Engine:
-        if model is not None:
-            require_ddp_options(model)
-        group = _group_of(hook_state) if model is None else model.process_group
-        stepper = make_stepper(model)
-        engine = Engine(group, stepper, comm_hook, hook_state, model=model, skips_unused=skips_unused)
-        stepper.attach(engine)
-        return engine
-
-    return EngineSlot(make).hook
-
-
-def _group_of(hook_state: Any) -> dist.ProcessGroup:
-    """Return the group that a hook's state is or has; WORLD if it has none."""
-    named = hook_state() if isinstance(hook_state, weakref.ref) else hook_state
-    if isinstance(named, (dist.ProcessGroup, DeviceMesh)):
-        return resolve_group(named)
-    return resolve_group(getattr(named, "process_group", None))
 
 
 def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> CommHook:
@@ -146,14 +104,12 @@ def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> 
         optimizer_state: What to step.
 
     Returns:
-        A hook for ``register_comm_hook``, whose state is that of ``hook``. The ranks that train together are
-        those of that state if it is or has a process group, else WORLD. For one model only, and without
-        DDP's ``skip_all_reduce_unused_params``: as a hook does not know its model, ``backward()`` raises when
-        a bucket was left out, or for the last bucket the optimizer's ``step()`` or the next ``backward()``.
+        A hook for ``register_comm_hook``, whose state is that of ``hook``. For one model only, which finds it
+        when it is called: register it before, and not inside another hook.
 
     Raises:
         TypeError: ``hook`` is not callable, or ``optimizer_state`` is not an :class:`OptimizerHookState`.
-        OverlapError: In ``backward()``, as with :func:`overlap_optimizer`.
+        OverlapError: When the model is called, and in ``backward()``, as with :func:`overlap_optimizer`.
 
     Cost:
         The same as for :func:`overlap_optimizer`.
@@ -174,7 +130,15 @@ def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> 
             f"optimizer_state must be an OptimizerHookState, got {type(optimizer_state).__name__}"
         )
 
-    return engine_hook(lambda _: optimizer_state.stepper, hook, skips_unused=False)
+    def make(ddp: DistributedDataParallel, hook_state: object) -> Engine:
+        require_group(ddp, hook, hook_state)
+        stepper = optimizer_state.stepper_for(ddp)
+        engine = Engine(ddp, stepper, hook, hook_state)
+        stepper.attach(engine)
+        return engine
+
+    start_before_forward()
+    return EngineSlot(make).hook
 
 
 def register_fused_optim(

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_optim_overlap.drop_ins import engine_hook
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.model import averaged_parameters
 from ddp_optim_overlap.optimizers.admission import require_plain_step
 from ddp_optim_overlap.optimizers.partial_steps import note_writes
-from ddp_optim_overlap.passes.backward_pass import Stepper
-from ddp_optim_overlap.passes.gradient_watch import GradientWatch
-from ddp_optim_overlap.slot import another_hook, comm_hooks, register_comm_hook, slot_of
+from ddp_optim_overlap.optimizers.stepper import Stepper
+from ddp_optim_overlap.passes.engine import Engine
+from ddp_optim_overlap.slot import (
+    EngineSlot,
+    another_hook,
+    before_start,
+    comm_hooks,
+    register_comm_hook,
+    slot_of,
+    start_before_forward,
+)
 from dist_utils.comm_hooks import CommHook
-from dist_utils.torch_compat import private
 
 _OURS = "_ddp_optim_overlap"
 """The attribute of a parameter that holds its :class:`_InBackward`."""
@@ -99,7 +104,7 @@ def apply_optimizer_in_backward(
             ours.registered = True
         ours.optimizers.append(optimizer)
     _claimed.clear()
-    _claim_before_forward()
+    start_before_forward()
 
 
 def _require_trained(parameters: Iterable[torch.Tensor]) -> None:
@@ -149,40 +154,26 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
         >>> ddp.register_comm_hook(None, apply_optim_in_backward_hook(False))  # doctest: +SKIP
     """
     del gradient_is_bucket_view
-    return engine_hook(_OwnOptimizers, None, skips_unused=True)
+
+    def make(ddp: DistributedDataParallel, hook_state: object) -> Engine:
+        del hook_state
+        _of_models[ddp] = each = _OfEach(_parameters_with_own(ddp))
+        return Engine(ddp, Stepper([each], drops_gradients=True), None, None, skips_unused=True)
+
+    start_before_forward()
+    return EngineSlot(make).hook
 
 
-class _OwnOptimizers(Stepper):
-    """Steps each parameter's own optimizers, and drops its gradient at the end.
+class _OfEach(torch.optim.Optimizer):
+    """Steps each parameter with its own optimizers."""
 
-    Args:
-        model: If known, all such parameters that it averages are to come in buckets.
-    """
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        super().__init__(params, {})
 
-    def __init__(self, model: DistributedDataParallel | None) -> None:
-        self._model = (lambda: None) if model is None else weakref.ref(model)
-        self._stepped: list[torch.Tensor] = []
-
-    def require_averaged(self, averaged: Collection[torch.Tensor]) -> None:
-        model = self._model()
-        for parameter in () if model is None else _claimed.get(model, ()):
-            if parameter.requires_grad and parameter not in averaged:
-                raise ConfigError(
-                    "an optimizer in backward has a parameter in no bucket of this DDP model, of shape "
-                    f"{tuple(parameter.shape)}, as it was frozen when DDP was made: it would never be "
-                    "stepped. Make a new DDP model"
-                )
-
-    def step(self, parameters: Sequence[torch.Tensor]) -> None:
-        for parameter in parameters:
-            if own := _optimizers_of(parameter):
-                _step_with(own, parameter)
-                self._stepped.append(parameter)
-
-    def finish(self, gradients: GradientWatch) -> None:
-        del gradients
-        while self._stepped:
-            self._stepped.pop().grad = None
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for parameter in self.param_groups[0]["params"]:
+            _step_with(_optimizers_of(parameter), parameter)
 
 
 def _step_with(optimizers: Sequence[torch.optim.Optimizer], parameter: torch.Tensor) -> None:
@@ -197,52 +188,43 @@ def _optimizers_of(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:
     return [] if ours is None else ours.optimizers
 
 
-_claimed: weakref.WeakKeyDictionary[DistributedDataParallel, list[torch.Tensor]] = weakref.WeakKeyDictionary()
-"""Models that have been called since the last call of :func:`apply_optimizer_in_backward`, and the parameters
-that they average and step."""
+_of_models: weakref.WeakKeyDictionary[DistributedDataParallel, _OfEach] = weakref.WeakKeyDictionary()
+
+_claimed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+"""Models that have been called since the last call of :func:`apply_optimizer_in_backward`."""
 
 
-@functools.cache
-def _claim_before_forward() -> None:
-    """Let every DDP model make sure, when it is called, that it averages before parameters are stepped.
+def _parameters_with_own(ddp: DistributedDataParallel) -> list[torch.Tensor]:
+    """Return the averaged parameters that have optimizers of their own.
 
-    A global forward pre-hook would do, too, but every module in the process would call it, and no compiler
-    can trace it. ``replicate()`` calls the same method. No public name up to torch 2.15.
+    Others are stepped with the gradients of this rank, as in PyTorch.
     """
-    pre_forward: Any = private(DistributedDataParallel, "_pre_forward", "optimizers in backward under DDP")
-    untraced: Any = torch.compiler.disable  # what a claim asks cannot be traced
-    claim = untraced(_claim)
-
-    @functools.wraps(pre_forward)
-    def claim_before(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        claim(ddp)
-        return pre_forward(ddp, *args, **kwargs)
-
-    model_class: Any = DistributedDataParallel
-    model_class._pre_forward = claim_before  # noqa: SLF001
+    return [parameter for parameter in averaged_parameters(ddp) if _optimizers_of(parameter)]
 
 
 def _claim(ddp: DistributedDataParallel) -> None:
     """Give a model a hook that averages and then steps, if its parameters have optimizers of their own."""
     if ddp in _claimed:
         return
-    # Others are stepped with the gradients of this rank, as in PyTorch.
-    found = [parameter for parameter in averaged_parameters(ddp) if _optimizers_of(parameter)]
     for parameter in getattr(ddp, "_delay_all_reduce_params", ()):
         if _optimizers_of(parameter):
             raise ConfigError(
                 "an optimizer in backward has a parameter of delay_all_reduce_named_params, which DDP "
                 "averages after all others: leave it out there, or give it an optimizer that the loop steps"
             )
-    hooks = comm_hooks(ddp)
-    if found and not hooks:
-        hook = apply_optim_in_backward_hook(ddp.gradient_as_bucket_view)
-        register_comm_hook(ddp, slot_of(hook), hook)  # a state that can be saved with the model
-    for hook, state in hooks if found else ():
-        slot = slot_of(hook)
-        if slot is None or slot.make is None:
-            raise another_hook(hook)
-        slot.start(state, ddp)
+    if found := _parameters_with_own(ddp):
+        if not comm_hooks(ddp):
+            hook = apply_optim_in_backward_hook(ddp.gradient_as_bucket_view)
+            register_comm_hook(ddp, slot_of(hook), hook)  # a state that can be saved with the model
+        for hook, _ in comm_hooks(ddp):
+            slot = slot_of(hook)
+            if slot is None or slot.make is None:
+                raise another_hook(hook)
+        if ddp in _of_models:
+            _of_models[ddp].param_groups[0]["params"] = found
     for parameter in found:
         getattr(parameter, _OURS).averaged_by.add(ddp)
-    _claimed[ddp] = found
+    _claimed.add(ddp)
+
+
+before_start.append(_claim)

@@ -104,9 +104,9 @@ def require_one_first_bucket(ddp: DistributedDataParallel) -> None:
         )
 
 
-def may_leave_out(ddp: DistributedDataParallel | None) -> bool:
+def may_leave_out(ddp: DistributedDataParallel) -> bool:
     """Return whether parameters may get no gradient in a backward pass; a graph may be made static later."""
-    return ddp is not None and (ddp.find_unused_parameters or ddp.static_graph)
+    return ddp.find_unused_parameters or ddp.static_graph
 
 
 def require_group(ddp: DistributedDataParallel, comm_hook: object, comm_state: object) -> None:

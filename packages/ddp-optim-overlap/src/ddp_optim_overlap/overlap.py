@@ -12,8 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.errors import ConfigError, StepReport
-from ddp_optim_overlap.loop.overlapped_optimizers import OverlappedOptimizers
-from ddp_optim_overlap.loop.step_calls import StepCalls
 from ddp_optim_overlap.model import (
     averaged_parameters,
     inner_ddp,
@@ -28,6 +26,7 @@ from ddp_optim_overlap.optimizers.admission import (
     require_separate_memory,
     require_step_per_parameter,
 )
+from ddp_optim_overlap.optimizers.step_calls import LoopStepper
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.passes.release import GradientRelease
 from ddp_optim_overlap.slot import EngineSlot, another_hook, comm_hooks, register_comm_hook, slot_of
@@ -51,13 +50,13 @@ class OverlapHandle:
         self,
         engine: Engine,
         optimizers: tuple[torch.optim.Optimizer, ...],
-        calls: StepCalls,
+        stepper: LoopStepper,
         watch: BucketWatch,
     ) -> None:
         self.optimizers = optimizers
         self._engine = engine
         self._watch = watch
-        self._calls = calls
+        self._stepper = stepper
 
     def wait(self, timeout: float | None = None) -> StepReport:
         """Wait until every rank has finished the last backward pass's step.
@@ -79,7 +78,7 @@ class OverlapHandle:
             TimeoutError: A peer has not finished.
         """
         report = self._engine.wait(timeout)
-        self._calls.require_unchanged()
+        self._stepper.require_unchanged()
         return report
 
     @contextlib.contextmanager
@@ -92,7 +91,7 @@ class OverlapHandle:
         """
         gradients = self._engine.gradients
         before, added = self._engine.paused, gradients.may_be_added_to
-        gradients.may_be_added_to = not self._calls.expects_a_call()
+        gradients.may_be_added_to = not self._stepper.expects_a_call()
         self._watch.paused = self._engine.paused = True
         try:
             yield
@@ -221,20 +220,19 @@ def overlap_optimizer(
     if sparse and clip is not None:
         raise ConfigError(f"gradients of {', '.join(sparse.values())} are sparse: they cannot be clipped")
 
-    overlapped = OverlappedOptimizers(optimizers, clip=clip, sparse=sparse)
-    overlapped.require_averaged(averaged_parameters(ddp))
+    stepper = LoopStepper(optimizers, clip=clip, sparse=sparse)
+    stepper.require_averaged(averaged_parameters(ddp))
     engine = Engine(
-        ddp.process_group,
-        overlapped,
+        ddp,
+        stepper,
         comm_hook,
         comm_state,
-        model=ddp,
         skips_unused=unused == "skip",
-        release=GradientRelease(ddp, overlapped.parts) if release_gradients else None,
+        release=GradientRelease(ddp, stepper.parts) if release_gradients else None,
         passes=0 if slot is None or slot.engine is None else slot.engine.passes,
     )
     try:
-        overlapped.attach(engine)
+        stepper.attach(engine)
         if slot is None:
             slot = EngineSlot()
             slot.put(engine)
@@ -244,7 +242,7 @@ def overlap_optimizer(
         raise
     slot.put(engine)
     slot.watch = watch = slot.watch or BucketWatch(ddp, "the overlapped step", slot)
-    return OverlapHandle(engine, optimizers, overlapped.calls, watch)
+    return OverlapHandle(engine, optimizers, stepper, watch)
 
 
 def _require_arguments(

@@ -2,6 +2,7 @@
 
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.errors import ConfigError
+from ddp_optim_overlap.model import require_ddp_options
 from ddp_optim_overlap.passes.engine import Engine
 from dist_utils.comm_hooks import BucketWatch
 from dist_utils.torch_compat import GradBucket, private
@@ -22,8 +24,8 @@ class EngineSlot:
     averages as plain DDP does, until it gets a hook of its own.
 
     Args:
-        make: Makes the engine with the first bucket, unless it was started earlier: called with the state
-            that the hook was registered with, and the model if that is known.
+        make: Makes the engine, before the first forward pass of the model that has the hook: called with the
+            model, and the state that the hook was registered with.
 
     Attributes:
         make: As given.
@@ -31,9 +33,7 @@ class EngineSlot:
         watch: Is told of every bucket, if set.
     """
 
-    def __init__(
-        self, make: Callable[[object, DistributedDataParallel | None], Engine] | None = None
-    ) -> None:
+    def __init__(self, make: Callable[[DistributedDataParallel, object], Engine] | None = None) -> None:
         self.make = make
         self.engine: Engine | None = None
         self.watch: BucketWatch | None = None
@@ -42,36 +42,59 @@ class EngineSlot:
     def __reduce__(self) -> tuple[type["EngineSlot"], tuple[()]]:
         return EngineSlot, ()
 
-    def put(self, engine: Engine) -> Engine:
-        """Pass buckets to this engine from now on; return it."""
+    def put(self, engine: Engine) -> None:
+        """Pass buckets to this engine from now on."""
         if self._end is not None:
             self._end.detach()  # it would keep the engine before
         self._end = weakref.finalize(self, engine.remove)
         self._end.atexit = False
         self.engine = engine
-        return engine
-
-    def start(self, hook_state: object, model: DistributedDataParallel | None = None) -> Engine:
-        """Return the engine, and make it if needed.
-
-        Args:
-            hook_state: The state that the hook was registered with.
-            model: The model, if known.
-
-        Raises:
-            ConfigError: There is none, or the model has an option that does not go with it.
-        """
-        if self.engine is not None:
-            return self.engine
-        if self.make is None:
-            raise ConfigError("a copied hook has no engine: call overlap_optimizer() for this model")
-        return self.put(self.make(hook_state, model))
 
     def hook(self, hook_state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Act as the communication hook for one bucket."""
+        del hook_state
         if self.watch is not None:
             self.watch.bucket_came()
-        return self.start(hook_state).hook(bucket)
+        if self.engine is None:
+            raise ConfigError(
+                "this hook has no engine: register it before the model is called, for one model, not inside "
+                "another hook; a copy of a hook needs overlap_optimizer() for its own model"
+            )
+        return self.engine.hook(bucket)
+
+
+@functools.cache
+def start_before_forward() -> None:
+    """Let every DDP model start the engines of its hooks when it is called.
+
+    A global forward pre-hook would do, too, but every module in the process would call it, and no compiler
+    can trace it. ``replicate()`` calls the same method. No public name up to torch 2.15.
+    """
+    pre_forward: Any = private(DistributedDataParallel, "_pre_forward", "finding the model of a hook")
+    untraced: Any = torch.compiler.disable  # what a start asks cannot be traced
+    start = untraced(_start)
+
+    @functools.wraps(pre_forward)
+    def start_before(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        start(ddp)
+        return pre_forward(ddp, *args, **kwargs)
+
+    model_class: Any = DistributedDataParallel
+    model_class._pre_forward = start_before  # noqa: SLF001
+
+
+before_start: list[Callable[[DistributedDataParallel], None]] = []
+"""Called before, with every model: may register a hook."""
+
+
+def _start(ddp: DistributedDataParallel) -> None:
+    for call in before_start:
+        call(ddp)
+    for hook, state in comm_hooks(ddp):
+        slot = slot_of(hook)
+        if slot is not None and slot.make is not None and slot.engine is None:
+            require_ddp_options(ddp)
+            slot.put(slot.make(ddp, state))
 
 
 def register_comm_hook(

@@ -44,9 +44,7 @@ def average_like_ddp(
     return future_of_work(start_all_reduce(values, group), group, buffer.device)
 
 
-def plain_average(
-    ddp: DistributedDataParallel | None,
-) -> Callable[[Any, GradBucket], torch.futures.Future[Any]]:
+def plain_average(ddp: DistributedDataParallel) -> Callable[[Any, GradBucket], torch.futures.Future[Any]]:
     """Return the hook that averages as a model does without one; with ``batched_grad_copy`` it divides."""
     divides = getattr(ddp, "batched_grad_copy", False)
     return partial(average_like_ddp, divides=True) if divides else average_like_ddp

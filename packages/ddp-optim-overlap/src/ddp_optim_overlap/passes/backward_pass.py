@@ -5,23 +5,21 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
 from ddp_optim_overlap.errors import (
-    ConfigError,
     OverlapError,
     StepError,
     StepReport,
     UnsupportedOptimizerError,
 )
+from ddp_optim_overlap.optimizers.stepper import Stepper
 from ddp_optim_overlap.passes.bucket import Bucket, completes_within, lend_gradients
-from ddp_optim_overlap.passes.gradient_watch import GradientWatch
 from ddp_optim_overlap.passes.release import GradientRelease
 from dist_utils.process_groups import error_text
 from dist_utils.torch_compat import private, profiler_range
@@ -49,49 +47,6 @@ class PassState(Enum):
     AVERAGES = "they are averaged: in pause(), on a rank without data under join(), or when a step has failed"
     REFUSES = "they are not averaged either: the ranks' collectives may no longer match"
     ENDED = "there are no more: it has finished, or was left before"
-
-
-class Stepper:
-    """Steps parameters for an engine."""
-
-    def attach(self, engine: Any) -> None:
-        """Begin an overlap, whose passes this engine runs."""
-
-    def terms(self) -> dict[str, object]:
-        """Return the settings that must be identical on all ranks."""
-        return {}
-
-    def begin(self) -> None:
-        """Prepare for a pass that hands over its first bucket, before any communication. May raise."""
-
-    def require_averaged(self, averaged: Collection[torch.Tensor]) -> None:
-        """Raise if a parameter would have to be stepped that DDP does not average.
-
-        Args:
-            averaged: The parameters that have been in a bucket.
-        """
-
-    def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Change the ``.grad`` of a whole bucket, to clip it, say."""
-
-    def step(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Step those of ``parameters`` that are to be stepped, with their ``.grad``."""
-        raise NotImplementedError
-
-    def finish(self, gradients: GradientWatch) -> None:
-        """Clean up after a backward pass that has stepped.
-
-        Args:
-            gradients: Learns which gradients were used.
-        """
-
-    def remove(self, gradients: GradientWatch) -> None:
-        """End the overlap.
-
-        Args:
-            gradients: Stopped, once nobody asks it any more.
-        """
-        gradients.stop()
 
 
 class BackwardPass:
@@ -127,14 +82,6 @@ class BackwardPass:
         self._averages: list[torch.futures.Future[object]] = []
         self._maybe_exposed = 0.0  # seconds of steps that no wait for an average has hidden yet
 
-    def require_next(self, index: int) -> None:
-        """Raise if this is not the number of the next bucket."""
-        if index != self.report.buckets:
-            raise ConfigError(
-                "DDP has left out a bucket of this backward pass, as with "
-                "skip_all_reduce_unused_params=True: leave that option out"
-            )
-
     def hand_over(self, bucket: Bucket) -> None:
         """Take a bucket whose average has begun."""
         self._averages.append(bucket.average)
@@ -145,11 +92,13 @@ class BackwardPass:
         self._waiting.append(bucket)
         return bucket.done
 
-    def step_waiting(self, share_used: Callable[[Sequence[Bucket]], None], *, leave: int = 0) -> None:
+    def step_waiting(
+        self, share_used: Callable[[Sequence[Bucket]], Callable[[], None]], *, leave: int = 0
+    ) -> None:
         """Step the oldest buckets, several together.
 
         Args:
-            share_used: Called first, with the same buckets on every rank.
+            share_used: As that of the peers: called first, with the same buckets on every rank.
             leave: How many of the newest ones to leave.
 
         Raises:
@@ -158,7 +107,7 @@ class BackwardPass:
         due = list(self._waiting)[: len(self._waiting) - leave]
         if not due:
             return
-        share_used(due)  # first: a rank that has failed is noticed here at once
+        share_used(due)()  # first: a rank that has failed is noticed here at once
         half = _LARGEST_SHARE * sum(bucket.nbytes for bucket in due)
         nbytes = min(max(_LEAST_CALL, half), _LARGEST_CALL)
         while due:

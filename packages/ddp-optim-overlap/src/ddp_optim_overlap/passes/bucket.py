@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -128,18 +128,14 @@ class KnownBuckets:
     then, so that no memory is kept that DDP has freed.
 
     Args:
-        parameters: The parameters of the model, if they are known.
-        watch: Called with the parameters of every new bucket.
+        parameters: The parameters of the model.
 
     Attributes:
         parameters: All parameters that have been in a bucket.
     """
 
-    def __init__(
-        self, parameters: Iterable[torch.Tensor], watch: Callable[[list[torch.Tensor]], None]
-    ) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self.parameters: set[torch.Tensor] = set()
-        self._watch = watch
         self._known: dict[int, Bucket] = {}
         self._strides = {parameter: parameter.stride() for parameter in parameters}
 
@@ -153,7 +149,6 @@ class KnownBuckets:
         if known is None or known.buffer is not bucket.buffer():  # else DDP has rebuilt its buckets
             known = Bucket(bucket, self._strides)
             self.parameters.update(known.parameters)
-            self._watch(known.parameters)
             if not known.buffer.is_sparse:  # that is another one in every pass
                 self._known[known.index] = known
         known.require_same_layout()

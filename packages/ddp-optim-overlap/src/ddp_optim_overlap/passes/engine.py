@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.errors import ConfigError, OverlapError, StepError, StepReport, kind_of_failure
 from ddp_optim_overlap.model import may_leave_out, require_ddp_options, require_one_first_bucket
+from ddp_optim_overlap.optimizers.stepper import Stepper
 from ddp_optim_overlap.passes.averaging import plain_average
-from ddp_optim_overlap.passes.backward_pass import BackwardPass, PassState, Stepper, TaskMark, is_inside_node
+from ddp_optim_overlap.passes.backward_pass import BackwardPass, PassState, TaskMark, is_inside_node
 from ddp_optim_overlap.passes.bucket import Bucket, KnownBuckets, average_of
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch
 from ddp_optim_overlap.passes.peers import NAME, Peers
@@ -28,7 +29,6 @@ from dist_utils.torch_compat import (
     at_end_of_backward,
     graph_task_id,
     inside_backward,
-    inside_nested_backward,
 )
 
 
@@ -42,11 +42,10 @@ class Engine:
     The first error is kept, and raised again by every later call until :meth:`remove`.
 
     Args:
-        process_group: The process group whose ranks train together.
+        model: The model, which is not kept alive.
         stepper: Steps with averaged gradients.
         comm_hook: Any communication hook; it averages. ``None``: as DDP does without one.
         comm_state: Its first argument.
-        model: The model, which is not kept alive; ``None`` if it is unknown.
         skips_unused: Whether a parameter that no rank has used is left alone. Where some may be unused, the
             ranks then share which parameters got a gradient.
         release: Frees the gradients of every bucket after its step.
@@ -61,33 +60,32 @@ class Engine:
 
     def __init__(
         self,
-        process_group: dist.ProcessGroup,
+        model: DistributedDataParallel,
         stepper: Stepper,
         comm_hook: CommHook | None,
         comm_state: object,
         *,
-        model: DistributedDataParallel | None = None,
         skips_unused: bool = False,
         release: GradientRelease | None = None,
         passes: int = 0,
     ) -> None:
-        parameters = [] if model is None else list(model.parameters())  # frozen ones may be unfrozen later
+        parameters = list(model.parameters())  # frozen ones may be unfrozen later
         self.gradients = GradientWatch(parameters, None if release is None else release.memory.restore)
-        self._known_buckets = KnownBuckets(parameters, self.gradients.watch)
+        self._known_buckets = KnownBuckets(parameters)
         self._release = release
         self.paused = False
         self.report = StepReport()
         self._stepper = stepper
         self._comm_hook: Callable[[Any, GradBucket], torch.futures.Future[Any]]
         self._comm_hook = comm_hook or plain_average(model)
-        self._comm_state = process_group if comm_hook is None else comm_state
-        self._model = (lambda: None) if model is None else weakref.ref(model)
+        self._process_group = group = model.process_group
+        self._comm_state = group if comm_hook is None else comm_state
+        self._model = weakref.ref(model)
         self._skips_unused, self._shares_used = skips_unused, False
-        worker = OrderedWorker(process_group, name=NAME, terms=self._terms)
+        worker = OrderedWorker(group, name=NAME, terms=self._terms)
         self._worker: OrderedWorker | None = worker
         self._peers = Peers(worker)
         self._current = BackwardPass(stepper, PassState.ENDED)  # there is none yet
-        self._process_group = process_group
         self._error: Exception | None = None
         self._failed = False
         self.passes = passes
@@ -154,8 +152,6 @@ class Engine:
         try:
             if bucket.index() == 0:
                 self._begin(bucket.buffer().device)
-            elif self._worker is not None and self._current.state is not PassState.REFUSES:
-                self._current.require_next(bucket.index())
             if self._current.state is not PassState.REFUSES:
                 return self._average(self._current, bucket)
         except Exception as error:
@@ -333,7 +329,7 @@ class Engine:
         A peer may still wait for a bucket: Gloo aborts a process that receives a message of another size.
         """
         model = self._model()
-        return model is None or (model.find_unused_parameters and not model.static_graph)
+        return model is not None and model.find_unused_parameters and not model.static_graph
 
     # ---- the end of a pass ----
 
@@ -348,14 +344,7 @@ class Engine:
         if task == -1 or task in current.tasks:
             return
         mark = current.tasks[task] = TaskMark()
-        if self._model() is None:
-            at_end_of_backward(partial(self._give_up_left_out, current))
         after_backward(partial(after_backward, partial(self._finish, current, mark)))
-
-    def _give_up_left_out(self, current: BackwardPass) -> None:
-        """Raise if DDP has left out the last bucket of a pass, which could not be told before."""
-        if not current.is_complete and not inside_nested_backward():
-            _raise(self._abandon())
 
     def _finish(self, current: BackwardPass, mark: TaskMark) -> None:
         del mark
@@ -387,20 +376,19 @@ class Engine:
         if current.state is PassState.STEPS:
             current.state = PassState.AVERAGES
 
-    def _abandon(self) -> OverlapError | None:
-        """End a pass that was left before it was finished, and return its error: it steps nothing more."""
+    def _abandon(self) -> None:
+        """End a pass that was left before it was finished, with an error: it steps nothing more."""
         current = self._current
         if current.state is PassState.STEPS:
             self._fail(
                 current,
                 StepError(
                     f"the backward pass ended after {current.report.buckets} buckets, with an error or as "
-                    "parameters got no gradient, which DDP allows with find_unused_parameters=True only, "
-                    "without skip_all_reduce_unused_params"
+                    "parameters got no gradient, which DDP allows with find_unused_parameters=True only"
                 ),
             )
         current.end()
-        return current.pop_failure()
+        current.failure = None
 
     # ---- between passes ----
 

@@ -25,11 +25,12 @@ class GradientWatch:
     gradient is added to another one.
 
     Args:
-        parameters: Parameters to watch from the beginning.
+        parameters: To watch.
         before: Called with every parameter that got a gradient, before DDP reads the gradient.
 
     Attributes:
         may_be_added_to: Whether used gradients may be added to, as nothing steps with them by itself.
+        marks: Of used gradients.
     """
 
     def __init__(
@@ -40,18 +41,10 @@ class GradientWatch:
         self._positions: dict[torch.Tensor, int] = {}
         # Flags by position, which hooks set.
         self._came, self._came_since_step = bytearray(), bytearray()
-        self._marks: dict[torch.Tensor, GradientMark] = {}  # of used gradients
+        self.marks: dict[torch.Tensor, GradientMark] = {}
         self._zeroed: bool | None = None  # all used gradients on accelerators; None: not known
         # A parameter does not keep its node, and with the node the hook would be lost.
         self._hooks: list[tuple[Node, torch.utils.hooks.RemovableHandle]] = []
-        self.watch(parameters)
-
-    def __del__(self) -> None:
-        """Take the hooks away, which the parameters would keep."""
-        self.stop()
-
-    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Watch the gradients of these parameters, too."""
         for parameter in parameters:
             if parameter in self._positions or not (parameter.is_floating_point() or parameter.is_complex()):
                 continue
@@ -63,6 +56,10 @@ class GradientWatch:
             node = torch.autograd.graph.get_gradient_edge(parameter).node
             parameter.requires_grad_(trained)
             self._hooks.append((node, node.register_prehook(self._hook(parameter, position))))
+
+    def __del__(self) -> None:
+        """Take the hooks away, which the parameters would keep."""
+        self.stop()
 
     def stop(self) -> None:
         """Stop watching."""
@@ -84,9 +81,9 @@ class GradientWatch:
             for parameter, position in self._positions.items()
         )
 
-    def mark_as_used(self, parameters: Sequence[torch.Tensor], marks: Sequence[GradientMark]) -> None:
-        """Count the gradients of these parameters, with these marks, and no others, as used by a step."""
-        self._marks, self._zeroed = dict(zip(parameters, marks, strict=True)), None
+    def mark_as_used(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Count the gradients of these parameters, and no others, as used by a step."""
+        self.marks, self._zeroed = dict(zip(parameters, gradient_marks(parameters), strict=True)), None
         self._came_since_step[:] = bytes(len(self._positions))
 
     def mark_as_new(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -97,7 +94,7 @@ class GradientWatch:
 
     def forget_used(self) -> None:
         """Count no gradient as used."""
-        self._marks, self._zeroed = {}, None
+        self.marks, self._zeroed = {}, None
 
     def has_come(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter got a gradient since :meth:`forget_arrivals`, and still has it."""
@@ -141,7 +138,7 @@ class GradientWatch:
 
     def _is_used_up(self, parameter: torch.Tensor) -> bool:
         """Whether ``parameter.grad`` was used by a step, was changed or not since, and is not zero."""
-        gradient, mark = parameter.grad, self._marks.get(parameter)
+        gradient, mark = parameter.grad, self.marks.get(parameter)
         if gradient is None or mark is None:
             return False
         if gradient.device.type != "cpu":  # reading it makes the host wait, so a written one counts as zeros
@@ -149,7 +146,7 @@ class GradientWatch:
                 return False
             # zero_grad() of an optimizer with foreach or fused raises no versions here.
             if self._zeroed is None:
-                self._zeroed = self._are_zero(self._marks)
+                self._zeroed = self._are_zero(self.marks)
             if self._zeroed:
                 return False
         values = gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -14,7 +14,7 @@ import torch
 
 from ddp_optim_overlap.optimizers.equality import same_value
 from ddp_optim_overlap.optimizers.partial_steps import PARAMETER_NAMES, parameters_of
-from ddp_optim_overlap.passes.gradient_watch import gradient_marks, tensor_versions
+from ddp_optim_overlap.passes.gradient_watch import GradientMark, gradient_marks, tensor_versions
 from dist_utils.torch_compat import tensor_version
 
 _SAMPLED = 2
@@ -34,17 +34,14 @@ class StepInputs:
 
     Args:
         optimizer: The optimizer that was stepped.
-
-    Attributes:
-        parameters: The parameters of all its groups, in order.
-        marks: The marks of their gradients.
+        marks: The marks of used gradients, those of other parameters among them.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, marks: Mapping[torch.Tensor, GradientMark]) -> None:
         self._options, self._state = _options_of(optimizer), optimizer.state
-        self.parameters = parameters_of(optimizer)
-        self.marks = gradient_marks(self.parameters)
-        self._versions = tensor_versions(self.parameters)
+        self._parameters = parameters_of(optimizer)
+        self._marks = [marks.get(one) for one in self._parameters]
+        self._versions = tensor_versions(self._parameters)
         self._sample = self._values_now()
 
     def find_change(self, optimizer: torch.optim.Optimizer) -> str | None:
@@ -65,7 +62,7 @@ class StepInputs:
         parameters = parameters_of(optimizer)
         if tensor_versions(parameters) != self._versions:
             return "parameters were changed"
-        if gradient_marks(parameters) != self.marks:
+        if gradient_marks(parameters) != self._marks:
             return "gradients were changed (clipped, unscaled, set to None, ...)"
         return None
 
@@ -79,7 +76,7 @@ class StepInputs:
         Costs one kernel for each dtype and device, and three for each comparison. No tensor is kept.
         """
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for parameter in self.parameters[:: max(1, len(self.parameters) // _SAMPLED)]:
+        for parameter in self._parameters[:: max(1, len(self._parameters) // _SAMPLED)]:
             for tensor in (parameter, parameter.grad):
                 if tensor is not None and _is_dense(tensor):
                     first = tensor.detach().as_strided((min(tensor.numel(), _VALUES),), (1,))

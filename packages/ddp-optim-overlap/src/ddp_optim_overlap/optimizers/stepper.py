@@ -1,41 +1,35 @@
-"""The user's optimizers, as an engine steps them."""
+"""The optimizers that an engine steps, some of their parameters at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.errors import ConfigError
-from ddp_optim_overlap.loop.step_calls import StepCalls, has_pre_hooks
-from ddp_optim_overlap.loop.step_inputs import StepInputs
 from ddp_optim_overlap.optimizers.admission import (
     is_reviewed,
     require_plain_options,
     require_step_per_parameter,
 )
-from ddp_optim_overlap.optimizers.partial_steps import PartialSteps, mark_stepped
-from ddp_optim_overlap.passes.backward_pass import Stepper
-from ddp_optim_overlap.passes.engine import Engine
+from ddp_optim_overlap.optimizers.partial_steps import PartialSteps
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch
 
 
-class OverlappedOptimizers(Stepper):
+class Stepper:
     """Steps optimizers for an engine.
 
     Args:
-        optimizers: The user's optimizers. Each steps per parameter.
+        optimizers: Each steps per parameter.
         clip: Limits gradients before a step.
         only: The parameters to step; ``None`` for all parameters of the optimizers.
         sparse: Parameters of the model with sparse gradients, and their names: one may be added later.
+        drops_gradients: Whether every ``.grad`` is ``None`` after a pass.
 
     Attributes:
         parts: Step some of their parameters.
-        calls: Handles the loop's own ``optimizer.step()``.
-
-    Raises:
-        ConfigError: An optimizer has a step pre-hook.
     """
 
     def __init__(
@@ -45,41 +39,47 @@ class OverlappedOptimizers(Stepper):
         clip: ClipPolicy | None = None,
         only: set[torch.Tensor] | None = None,
         sparse: Mapping[torch.Tensor, str] | None = None,
+        drops_gradients: bool = False,
     ) -> None:
-        self._optimizers = optimizers
-        self._clip = clip
-        self._only = only
-        self._sparse = sparse or {}
+        self.optimizers = optimizers
+        self._clip, self._only, self._sparse = clip, only, sparse or {}
+        self._drops_gradients = drops_gradients
         self.parts = [PartialSteps(one, reviewed=is_reviewed(one)) for one in optimizers]
-        self.calls = StepCalls(optimizers)
         self._known_averaged = 0
         self._not_averaged: list[tuple[PartialSteps, torch.Tensor]] = []
-        self._require_no_pre_hooks()
 
-    def attach(self, engine: Engine) -> None:
-        """Begin an overlap, whose passes this engine runs; raises if something belongs to another one."""
-        self.calls.attach(engine)
+    def attach(self, engine: Any) -> None:
+        """Begin an overlap, whose passes this engine runs."""
 
     def terms(self) -> dict[str, object]:
         """Return the settings that must be identical on all ranks; option values may differ, as in DDP."""
-        kinds = [(type(one).__qualname__, len(one.param_groups)) for one in self._optimizers]
+        kinds = [(type(one).__qualname__, len(one.param_groups)) for one in self.optimizers]
         limits = {} if self._clip is None else self._clip.terms()
         return {"optimizers and their groups": kinds, "clip": type(self._clip).__qualname__, **limits}
 
     def begin(self) -> None:
-        """Check the loop and the optimizers before a backward pass that will step."""
-        self.calls.begin()
+        """Prepare for a pass that hands over its first bucket, before any communication.
+
+        Raises:
+            OverlapError: Options or parameters have been given to an optimizer that it cannot step with.
+        """
         changed = [one.begin() for one in self.parts]
         if any(changed):
             self._known_averaged = 0
-            for one in self._optimizers:
+            for one in self.optimizers:
                 require_plain_options(one)
                 if is_reviewed(one):
                     require_step_per_parameter(one, declared=False, sparse=self._sparse)
-        self._require_no_pre_hooks()
 
     def require_averaged(self, averaged: Collection[torch.Tensor]) -> None:
-        """Raise if a parameter would have to be stepped that DDP does not average."""
+        """Raise if a parameter would have to be stepped that DDP does not average.
+
+        Args:
+            averaged: The parameters that have been in a bucket.
+
+        Raises:
+            ConfigError: One would.
+        """
         if len(averaged) != self._known_averaged:
             self._known_averaged = len(averaged)
             self._not_averaged = [
@@ -96,7 +96,7 @@ class OverlappedOptimizers(Stepper):
                 )
 
     def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Clip those of a bucket's gradients that the optimizers step with."""
+        """Clip those of a whole bucket's gradients that the optimizers step with."""
         if self._clip is None:
             return
         stepped = [one for one in parameters if any(one in part.places for part in self.parts)]
@@ -104,34 +104,30 @@ class OverlappedOptimizers(Stepper):
             self._clip.clip(stepped)
 
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Step those of a bucket's parameters that the optimizers have."""
+        """Step those of some parameters that are to be stepped, with their ``.grad``."""
         only = self._only
         parameters = parameters if only is None else [one for one in parameters if one in only]
         for part in self.parts:
             part.step(parameters)
 
     def finish(self, gradients: GradientWatch) -> None:
-        """Clean up after a backward pass that has stepped."""
+        """Clean up after a backward pass that has stepped.
+
+        Args:
+            gradients: Learns which gradients were used.
+        """
         for part in self.parts:
             part.finish()
-        stepped = {one: StepInputs(one) for one in self._optimizers}
-        for optimizer in stepped:
-            mark_stepped(optimizer)
-        self.calls.finish(stepped)
-        gradients.mark_as_used(
-            [parameter for inputs in stepped.values() for parameter in inputs.parameters],
-            [mark for inputs in stepped.values() for mark in inputs.marks],
-        )
+        parameters = [one for part in self.parts for one in part.places]
+        if self._drops_gradients:
+            for one in parameters:
+                one.grad = None
+        gradients.mark_as_used(parameters)
 
     def remove(self, gradients: GradientWatch) -> None:
-        """End the overlap. A ``step()`` that is still to come asks which gradients have come."""
-        del gradients
-        self.calls.remove()
+        """End the overlap.
 
-    def _require_no_pre_hooks(self) -> None:
-        for optimizer in self._optimizers:
-            if has_pre_hooks(optimizer):
-                raise ConfigError(
-                    f"{type(optimizer).__name__} has a step pre-hook, which may change gradients and would "
-                    "run after they were used: use the ordinary loop with the same communication hook"
-                )
+        Args:
+            gradients: Stopped, once nobody asks it any more.
+        """
+        gradients.stop()

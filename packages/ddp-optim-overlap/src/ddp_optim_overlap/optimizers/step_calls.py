@@ -8,15 +8,18 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ddp_optim_overlap.errors import ConfigError
-from ddp_optim_overlap.loop.step_inputs import Comparison, StepInputs
-from ddp_optim_overlap.optimizers.partial_steps import step_post_hooks, step_pre_hooks
-from ddp_optim_overlap.passes.engine import Engine
-from ddp_optim_overlap.passes.gradient_watch import is_capturing
+from ddp_optim_overlap.optimizers.partial_steps import mark_stepped, step_post_hooks, step_pre_hooks
+from ddp_optim_overlap.optimizers.step_inputs import Comparison, StepInputs
+from ddp_optim_overlap.optimizers.stepper import Stepper
+from ddp_optim_overlap.passes.gradient_watch import GradientWatch, is_capturing
+
+if TYPE_CHECKING:
+    from ddp_optim_overlap.passes.engine import Engine
 
 
 class _Habit(Enum):
@@ -27,19 +30,23 @@ class _Habit(Enum):
     LEAVES_OUT = "it does not call step()"
 
 
-class StepCalls:
-    """Makes the loop's calls of ``optimizer.step()`` harmless after a backward pass that has stepped.
+class LoopStepper(Stepper):
+    """Steps optimizers of which the loop calls ``step()``, too, and makes these calls harmless.
 
-    The first call does not step. It checks that the inputs of the step were not changed afterwards, raises
-    errors with their type, and runs the optimizer's step hooks. A closure runs first, once; its backward pass
-    may be the one that steps. Any other call is an ordinary step.
+    The first call after a backward pass that has stepped does not step. It checks that the inputs of the step
+    were not changed afterwards, raises errors with their type, and runs the optimizer's step hooks. A closure
+    runs first, once; its backward pass may be the one that steps. Any other call is an ordinary step.
 
     Args:
         optimizers: The user's optimizers.
+        options: As for :class:`Stepper`.
+
+    Raises:
+        ConfigError: An optimizer has a step pre-hook.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._optimizers = optimizers
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], **options: Any) -> None:
+        super().__init__(optimizers, **options)
         self._engine: Engine | None = None
         self._replacements: list[_Replacement] = []
         self._pending: dict[torch.optim.Optimizer, StepInputs] = {}
@@ -48,10 +55,11 @@ class StepCalls:
         self._compared: set[torch.optim.Optimizer] = set()
         self._unread: list[Comparison] = []
         """Comparisons on accelerators, whose answers are read late to avoid waiting."""
+        self._require_no_pre_hooks()
 
     # ---- an overlap begins and ends ----
 
-    def replace(self) -> None:
+    def replace_steps(self) -> None:
         """Replace ``optimizer.step()``; done before an engine is made, for the sake of closures.
 
         Raises:
@@ -59,22 +67,18 @@ class StepCalls:
         """
         if self._replacements:
             return
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             # Also under a scheduler's wrapper, which has the attributes of what it wraps.
-            earlier = getattr(vars(optimizer).get("step"), "calls", None)
-            if isinstance(earlier, StepCalls):
+            earlier = getattr(vars(optimizer).get("step"), "stepper", None)
+            if isinstance(earlier, LoopStepper):
                 earlier.require_ended(optimizer)
                 earlier.restore()
-        self._replacements = [_Replacement(one, self) for one in self._optimizers]
+        self._replacements = [_Replacement(one, self) for one in self.optimizers]
 
     def attach(self, engine: Engine) -> None:
-        """Follow the passes of this engine.
-
-        Raises:
-            ConfigError: An optimizer is overlapped already.
-        """
-        self.require_ended(self._optimizers[0])
-        self.replace()
+        """Begin an overlap; raises if an optimizer is overlapped already."""
+        self.require_ended(self.optimizers[0])
+        self.replace_steps()
         self._engine = engine
 
     def require_ended(self, optimizer: torch.optim.Optimizer) -> None:
@@ -94,22 +98,24 @@ class StepCalls:
 
     def _is_active(self) -> bool:
         engine = self._engine  # None: the overlap is still to begin, or has ended
-        if engine is None:
-            return False
-        return not engine.is_removed or self.expects_a_call()
+        return engine is not None and (not engine.is_removed or self.expects_a_call())
 
-    def remove(self) -> None:
-        """Restore ``optimizer.step()``, unless the call for a pass that has stepped is still to come."""
+    def remove(self, gradients: GradientWatch) -> None:
+        """Restore ``optimizer.step()``, unless the call for a pass that has stepped is still to come.
+
+        That call asks which gradients have come.
+        """
+        del gradients
         if self._habit is _Habit.CALLS:
             self._habit = _Habit.UNKNOWN  # a call that was left out no longer matters
-        if not any(map(self._is_pending, self._optimizers)):
+        if not any(map(self._is_pending, self.optimizers)):
             self.restore()
 
     def restore(self) -> None:
-        """Restore ``optimizer.step()``; the overlap has ended, or is about to."""
+        """End the overlap, with or without calls that are still to come."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            engine.gradients.stop()
+            super().remove(engine.gradients)
         while self._replacements:
             self._replacements.pop().restore()
         self._pending.clear()
@@ -117,7 +123,7 @@ class StepCalls:
     # ---- a pass ----
 
     def begin(self) -> None:
-        """Check the loop when a backward pass that will step begins.
+        """Check the loop and the optimizers when a backward pass that will step begins.
 
         Raises:
             ConfigError: The loop does not call ``step()`` as it must.
@@ -133,10 +139,15 @@ class StepCalls:
                 )
         if self._pending:
             self._habit = _Habit.LEAVES_OUT
+        super().begin()
+        self._require_no_pre_hooks()
 
-    def finish(self, stepped: dict[torch.optim.Optimizer, StepInputs]) -> None:
-        """Record the optimizers that a backward pass has stepped."""
-        self._pending = stepped
+    def finish(self, gradients: GradientWatch) -> None:
+        """Clean up after a backward pass that has stepped, and expect the loop's calls."""
+        super().finish(gradients)
+        self._pending = {one: StepInputs(one, gradients.marks) for one in self.optimizers}
+        for one in self.optimizers:
+            mark_stepped(one)
 
     def require_unchanged(self) -> None:
         """Raise if an accelerator has found that a step's inputs were changed after the step.
@@ -150,9 +161,17 @@ class StepCalls:
         if any(comparison.differs() for comparison in unread):
             self._refuse_change(_SAMPLED)
 
+    def _require_no_pre_hooks(self) -> None:
+        for optimizer in self.optimizers:
+            if any(not hasattr(hook, "guards") for hook in step_pre_hooks(optimizer).values()):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} has a step pre-hook, which may change gradients and would "
+                    "run after they were used: use the ordinary loop with the same communication hook"
+                )
+
     # ---- a call of step() ----
 
-    def call(
+    def call_step(
         self, optimizer: torch.optim.Optimizer, given: inspect.BoundArguments, step_now: Callable[[], Any]
     ) -> Any:
         """Do what a call of ``optimizer.step()`` means; return the closure's loss or the step's result.
@@ -195,7 +214,7 @@ class StepCalls:
 
     def expects_a_call(self) -> bool:
         """Return whether the loop may still call ``step()`` for the last pass that has stepped."""
-        return self._habit is not _Habit.LEAVES_OUT and any(map(self._is_pending, self._optimizers))
+        return self._habit is not _Habit.LEAVES_OUT and any(map(self._is_pending, self.optimizers))
 
     def _is_pending(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the next ``step()`` is for the last pass, and no gradient has come since that."""
@@ -321,10 +340,10 @@ class _Replacement:
 
     Args:
         optimizer: Its ``step`` is replaced.
-        calls: Gets the calls.
+        stepper: Gets the calls.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, calls: StepCalls) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, stepper: LoopStepper) -> None:
         self._optimizer = optimizer
         self._before = before = vars(optimizer).get("step")  # a wrapper that a scheduler has put there
         signature = inspect.signature(type(optimizer).step)
@@ -339,7 +358,7 @@ class _Replacement:
                     return before(*given.args[1:], **given.kwargs)
                 return type(self).step(*given.args, **given.kwargs)
 
-            return calls.call(self, given, step_now)
+            return stepper.call_step(self, given, step_now)
 
         @functools.wraps(before or type(optimizer).step)
         def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -347,9 +366,9 @@ class _Replacement:
 
         def guard(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             del args, kwargs
-            calls.guard(optimizer)
+            stepper.guard(optimizer)
 
-        step.calls = calls  # type: ignore[attr-defined]
+        step.stepper = stepper  # type: ignore[attr-defined]
         guard.guards = True  # type: ignore[attr-defined]
         self._step = vars(optimizer)["step"] = MethodType(step, optimizer)
         self._guard = optimizer.register_step_pre_hook(guard)
@@ -362,8 +381,3 @@ class _Replacement:
             del own["step"]
             if self._before is not None:
                 own["step"] = self._before
-
-
-def has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has step pre-hooks, its own or global, besides the guard of this module."""
-    return any(not hasattr(hook, "guards") for hook in step_pre_hooks(optimizer).values())
