@@ -714,7 +714,7 @@ def _halves(ddp):
 
 
 LOOPS = {
-    "sharpness-aware": (_sharpness_aware, "several backward passes", adamw),
+    "sharpness-aware": (_sharpness_aware, "was not called", adamw),
     "takes turns": (_takes_turns, "was not called", _halves),
     "two passes in a closure": (_two_passes_in_closure, "was not called", adamw),
     "an ordinary step after one that was left out": (

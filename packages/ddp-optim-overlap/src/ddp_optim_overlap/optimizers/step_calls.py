@@ -129,7 +129,7 @@ class LoopStepper(Stepper):
             ConfigError: The loop does not call ``step()`` as it must.
         """
         self.require_unchanged()
-        if error := self._left_out_call():
+        if error := self._irregular(_Habit.CALLS):
             raise error
         for optimizer in self._pending:
             if step_post_hooks(optimizer):
@@ -275,34 +275,28 @@ class LoopStepper(Stepper):
                     "the same communication hook"
                 )
             )
-        if error := self._left_out_call():
+        if error := self._irregular(_Habit.CALLS):
             raise self._failure(error)
         self._pending.clear()
         self._habit = _Habit.LEAVES_OUT
         if engine.is_removed:
             self.restore()
 
-    def _left_out_call(self) -> ConfigError | None:
-        """Return the error of a loop that has called ``step()`` after earlier passes and not after this."""
-        if not self._pending or self._habit is not _Habit.CALLS:
+    def _irregular(self, habit: _Habit) -> ConfigError | None:
+        """Return the error of a loop that calls ``step()`` after some passes only, if it had this habit."""
+        if not self._pending or self._habit is not habit:
             return None
         names = ", ".join(type(optimizer).__name__ for optimizer in self._pending)
         return ConfigError(
-            f"step() of {names} was not called after the last backward pass, which has stepped already: call "
-            "it after every pass, let the closure of step(closure) call the only backward(), and call "
-            "handle.pause() around a backward pass that is to step nothing, or not everything"
+            f"step() of {names} was not called after every backward pass, and each was a step: call it "
+            "after every pass or after none, let the closure of step(closure) call the only backward(), and "
+            "call handle.pause() around a backward pass that is to step nothing, or not everything"
         )
 
     def _refuse_late_call(self) -> None:
         """Raise if passes stepped more than this call of ``step()`` stands for."""
-        if self._habit is _Habit.LEAVES_OUT and self._pending:
-            raise self._failure(
-                ConfigError(
-                    "several backward passes have stepped, and step() is called for the first time: each of "
-                    "them was a step. Call step() after every backward pass or after none, and "
-                    "handle.pause() around a backward pass that is to step nothing"
-                )
-            )
+        if error := self._irregular(_Habit.LEAVES_OUT):
+            raise self._failure(error)
 
     def _refuse_change(self, changed: str) -> None:
         raise self._failure(
