@@ -30,8 +30,7 @@ def test_every_package_can_be_imported_without_any_of_them():
 
 def _overlap():
     ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
-    optimizer = type("Own", (torch.optim.SGD,), {})(ddp.parameters(), lr=0.1)
-    overlap_optimizer(ddp, optimizer, steps_per_parameter=True)
+    overlap_optimizer(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
 
 
 USES = {  # by the name, a function that needs it, of each package
@@ -40,7 +39,7 @@ USES = {  # by the name, a function that needs it, of each package
     "torch.distributed.fsdp.FSDPModule.set_all_reduce_hook": lambda: quantize_all_reduce(
         torch.nn.Linear(2, 2), QuantizedAllreduceState()
     ),
-    "torch.utils._python_dispatch.TorchDispatchMode": _overlap,
+    "torch.optim.optimizer._global_optimizer_pre_hooks": _overlap,
 }
 
 
