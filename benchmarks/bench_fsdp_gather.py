@@ -6,7 +6,9 @@ Two emulated hosts of two ranks, and four of one; 8.4 million parameters in 8 la
 ``fully_shard`` over all ranks. Times are of the slowest rank, for one forward and backward pass. Bytes are
 what passes a host's interface in one pass, in the busier direction, headers and acknowledgments included, for
 each parameter. ``small`` are gathers of one small module on loopback. ``calls`` is the time of the calls that
-encode and decode a module of many ranks, without any communication. Writes results/fsdp_gather.json and .png.
+encode and decode a module of many ranks, without any communication. ``inside`` compares what ranks of a host
+can send each other, for one module: the messages of 8 bits, or what these decode to. Writes
+results/fsdp_gather.json and .png.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from drawing import bars_of, draw_bars
 from harness import Benchmark, Found, bytes_on_link, in_turns, load, print_times, slowest, spread
 from rank_processes import on_ranks
@@ -27,8 +30,9 @@ from torch.distributed.fsdp import fully_shard
 
 from ddp_quant_hooks import QuantizedAllreduceState
 from ddp_quant_hooks.fsdp import quantize_all_gather, quantize_reduce_scatter
-from ddp_quant_hooks.fsdp.gather_plan import shard_format
+from ddp_quant_hooks.fsdp.gather_plan import Route, ShardFormat, plan_route, shard_format
 from ddp_quant_hooks.kernels import Layout
+from dist_utils import start_messages
 
 LAYERS, WIDTH, BATCH = 8, 1024, 64
 PARAMETERS = LAYERS * (WIDTH + 1) * WIDTH
@@ -59,6 +63,11 @@ SIDES: dict[str, dict[str, Any]] = {
 }
 SMALL = (32, 64, 128, 256, 512, 1024)
 """KiB of a module in fp32."""
+INSIDE = {
+    "1 host of 2 ranks": ((0, 0), None),
+    "2 hosts of 2 ranks": ((0, 0, 1, 1), "1gbit"),
+}
+"""For each placement the hosts of ranks, and the rate between them."""
 CALLS = {
     "64 ranks, 9 parameters in one run": [4096] * 9,
     "64 ranks, 9 parameters, a run for each": [4100] * 9,
@@ -152,6 +161,80 @@ def small(options: Namespace) -> Iterator[Found]:
         yield ("small", ranks), times
 
 
+def gather_messages(route: Route, form: ShardFormat, shard: torch.Tensor, output: torch.Tensor) -> None:
+    """Gather in 8 bits between hosts and inside of them."""
+    group, rows = dist.group.WORLD, torch.empty(len(route.order), form.message_bytes, dtype=torch.uint8)
+    place = dict(zip(route.order, rows, strict=True))
+    mine = place[dist.get_rank()]
+    form.encode(shard, mine)
+    receives = [(rank, place[rank]) for rank in route.receives]
+    for work in start_messages(group, receives=receives, sends=[(rank, mine) for rank in route.sends]):
+        work.wait()
+    receives = [(rank, rows[span.start : span.stop]) for rank, span in route.handed_on]
+    handed_on = rows[route.hands_on.start : route.hands_on.stop]
+    for work in start_messages(group, receives=receives, sends=[(rank, handed_on) for rank in route.inside]):
+        work.wait()
+    form.decode(rows.flatten(), route.order, output.flatten())
+
+
+def gather_values(route: Route, form: ShardFormat, shard: torch.Tensor, output: torch.Tensor) -> None:
+    """Gather in 8 bits between hosts; inside of them whoever got a message sends what it decodes to."""
+    group, me = dist.group.WORLD, dist.get_rank()
+    message = torch.empty(form.message_bytes, dtype=torch.uint8)
+    entering = torch.empty(len(route.entering), form.message_bytes, dtype=torch.uint8)
+    form.encode(shard, message)
+    works = start_messages(
+        group,
+        receives=zip(route.entering, entering, strict=True),
+        sends=[(rank, message) for rank in route.leaving],
+    )
+    form.decode(message, (0,), output[me])
+    known = [me, *route.entering]
+    for work in works:
+        work.wait()
+    for rank, received in zip(route.entering, entering, strict=True):
+        form.decode(received, (0,), output[rank])
+    columns = [(peer, (peer, *route.order[span.start : span.stop])) for peer, span in route.handed_on]
+    works = start_messages(
+        group,
+        receives=[(peer, output[rank].view(torch.uint8)) for peer, ranks in columns for rank in ranks],
+        sends=[(peer, output[rank].view(torch.uint8)) for peer in route.inside for rank in known],
+    )
+    for work in works:
+        work.wait()
+
+
+def measure_inside(rank: int, repeats: int, hosts: tuple[int, ...]) -> dict[str, list[float]]:
+    """Return the seconds of gathers of one module, by what the ranks of a host send each other."""
+    route, length = plan_route(hosts, rank), WIDTH * WIDTH // len(hosts)
+    gathers: dict[str, Callable[[], None]] = {}
+    outputs = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        form = shard_format(((length, False),), Layout("int8", 128, rotate=True), dtype.itemsize)
+        shard = torch.randn(length, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        for what, gather in (("messages of 8 bits", gather_messages), ("values", gather_values)):
+            name = f"{what}, {str(dtype).removeprefix('torch.')}"
+            outputs[name] = torch.empty(len(hosts), length, dtype=dtype)
+            gathers[name] = partial(gather, route, form, shard, outputs[name])
+    seconds = in_turns(gathers, repeats)
+    for dtype in ("float32", "bfloat16"):
+        assert torch.equal(outputs[f"messages of 8 bits, {dtype}"], outputs[f"values, {dtype}"])
+    return seconds
+
+
+def inside(options: Namespace) -> Iterator[Found]:
+    """Measure what the ranks of a host send each other."""
+    for where, (hosts, rate) in INSIDE.items():
+        ranks = on_ranks(measure_inside, len(hosts), 10 * options.repeats, hosts, rate=rate, placement=hosts)
+        times = slowest(ranks)
+        print_times(
+            f"a module of {WIDTH} x {WIDTH}, {where}, load {load()}",
+            times,
+            lambda name: f"messages of 8 bits, {name.split(', ')[1]}",
+        )
+        yield ("inside", where), times
+
+
 def calls(options: Namespace) -> Iterator[Found]:
     """Measure the calls for a module of many ranks, without communication."""
     torch.set_num_threads(1)
@@ -192,7 +275,7 @@ def main() -> None:
     }
     facts = {"parameters": PARAMETERS, "batch": BATCH}
     Benchmark(__file__, __doc__, repeats=5).run(
-        {**parts, "small": small, "calls": calls}, facts=lambda _: facts, draw=draw
+        {**parts, "small": small, "calls": calls, "inside": inside}, facts=lambda _: facts, draw=draw
     )
 
 

@@ -55,12 +55,15 @@ class Halves(torch.nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
+def served_device():
+    """Return the kind of devices that the default group serves."""
+    return "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+
+
 def nodes_and_shards(shards=2):
     """Return a mesh of nodes that hold so many shards each, on the devices that the default group serves."""
-    device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
-    return init_device_mesh(
-        device, (dist.get_world_size() // shards, shards), mesh_dim_names=("node", "shard")
-    )
+    sizes = dist.get_world_size() // shards, shards
+    return init_device_mesh(served_device(), sizes, mesh_dim_names=("node", "shard"))
 
 
 def sharded(mesh, *, twice=False, cut=(), **options):
@@ -173,3 +176,10 @@ def shard_layers(net, mesh, **options):
 def whole(net):
     """Return all parameters as they are in the shards of all ranks, together."""
     return [parameter.full_tensor().detach().clone() for parameter in net.parameters()]
+
+
+def with_weights(net, parameters):
+    """Yield each layer of such a model with those of all its parameters that are the layer's."""
+    rest = iter(parameters)
+    for layer in net:
+        yield layer, [next(rest) for _ in layer.parameters()]

@@ -10,15 +10,18 @@ import torch
 import torch.distributed as dist
 from fsdp_models import (
     BF16,
+    Watched,
     local,
     needs_custom_gathers,
     needs_reset,
     parameters,
+    served_device,
     shard_layers,
     sharded,
     train,
     watched_layers,
     whole,
+    with_weights,
 )
 from host_names import take_host_name
 from kernel_cases import decoded, encoded
@@ -49,14 +52,19 @@ class Simulation:
     """What all ranks must gather of a layer, computed from the exact shards of all of them."""
 
     def __init__(self, dtype=torch.float32):
-        self.dtype, self.copies, self.exact = dtype, {}, []
+        self.dtype, self.copies, self.values = dtype, {}, []
+
+    @property
+    def exact(self):
+        """The ranks that send values."""
+        return [rank for rank, places in enumerate(self.values) if places]
 
     def gathered(self, layer):
-        """Return the weights that all ranks must see, and note which ranks send values."""
+        """Return the weights that all ranks must see, and note of which parameters each rank sends values."""
         every = list(layer.parameters())
         ranks = every[0].device_mesh.size()
         chunks = [self._chunks(parameter, ranks) for parameter in every]
-        self.exact = []
+        self.values = []
         for rank in range(ranks):
             parts, known = [chunk[rank] for chunk in chunks], self.copies.get(rank)
             old = known or [torch.zeros_like(part) for part in parts]
@@ -64,21 +72,21 @@ class Simulation:
                 part if one.dim() == 1 else self._follow(before, part)
                 for one, before, part in zip(every, old, parts, strict=True)
             ]
-            if known is None or not all(map(_near, new, parts)):
-                new = parts
-                self.exact.append(rank)
+            self.values.append(
+                [place for place, part in enumerate(parts) if known is None or not _near(new[place], part)]
+            )
+            for place in self.values[-1]:
+                new[place] = parts[place]
             self.copies[rank] = new
         return [self._whole(place, parameter, ranks) for place, parameter in enumerate(every)]
 
     def _chunks(self, parameter, ranks):
-        exact, dim = parameter.full_tensor().detach().to(self.dtype), parameter.placements[0].dim
+        exact, dim = parameter.full_tensor().detach().to(self.dtype).cpu(), parameter.placements[0].dim
         size = list(exact.shape)
         size[dim] = -(-size[dim] // ranks)
-        chunks = []
-        for chunk in exact.chunk(ranks, dim):
-            padded = torch.zeros(size, dtype=self.dtype)
+        chunks = [torch.zeros(size, dtype=self.dtype) for _ in range(ranks)]
+        for padded, chunk in zip(chunks, exact.chunk(ranks, dim), strict=False):  # the last may have no rows
             padded.narrow(dim, 0, chunk.shape[dim]).copy_(chunk)
-            chunks.append(padded)
         return chunks
 
     def _follow(self, copied, part):
@@ -114,7 +122,7 @@ def _batch(step, width=37):
 def _weights(rank, hosts):
     """All passes see the weights of the formula, on all ranks; a large step sends values."""
     named = take_host_name(hosts[rank])
-    mesh = init_device_mesh("cpu", (len(hosts),))
+    mesh = init_device_mesh(served_device(), (len(hosts),))
     options = dict(SHARDING)
     if len(hosts) == 4:
         options["resharded to two"] = {"reshard_after_forward": 2}
@@ -131,11 +139,13 @@ def _weights(rank, hosts):
                 before, exact = handle.statistics, whole(net)
                 expected = [one.gathered(layer) for one, layer in zip(simulations, net, strict=True)]
                 for micro_batch in range(1 + step % 2):
-                    net(_batch(step + micro_batch, width).requires_grad_()).square().mean().backward()
+                    x = _batch(step + micro_batch, width).to(mesh.device_type).requires_grad_()
+                    net(x).square().mean().backward()
                 assert_same(whole(net), exact, name)
                 for layer, weights in zip(net, expected, strict=True):
                     for when, back in itertools.product(("forward", "backward"), range(1, 2 + step % 2)):
-                        assert_same(layer.seen[when][-back], weights, (name, way, step, when))
+                        seen = [one.cpu() for one in layer.seen[when][-back]]
+                        assert_same(seen, weights, (name, way, step, when))
                     assert same_on_all_ranks(layer.seen["forward"][-1])
                 if step % 2 == 0:
                     _check(handle.statistics - before, name, simulations, where=named and hosts, way=way)
@@ -167,6 +177,58 @@ def _index_on_host(hosts, rank):
 @pytest.mark.parametrize("hosts", ["01", "0011", pytest.param("0123", marks=pytest.mark.exhaustive)])
 def test_weights_follow_the_exact_ones_by_the_formula_on_all_ranks(hosts):
     run_ranks(_weights, len(hosts), hosts, timeout=200)
+
+
+class Adapted(torch.nn.Linear):
+    """A frozen layer with an adapter as LoRA adds it."""
+
+    def __init__(self):
+        super().__init__(37, 37)
+        self.requires_grad_(False)
+        self.down = torch.nn.Parameter(torch.randn(5, 37) / 6)
+        self.up = torch.nn.Parameter(torch.zeros(37, 5))
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.down.T @ self.up.T
+
+
+def _adapters(rank, hosts):
+    """Only those parameters travel as values whose differences are too coarse: never the frozen ones."""
+    receivers = 1 if take_host_name(hosts[rank]) else len(hosts) - 1
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(*(Watched(Adapted()) for _ in range(3)))
+    net = shard_layers(layers, init_device_mesh("cpu", (len(hosts),)))
+    handle = quantize_all_gather(net, **OURS)
+    simulations = [Simulation() for _ in net]
+    optimizer = torch.optim.AdamW([one for one in net.parameters() if one.requires_grad], lr=0.01)
+    adapters = set()
+    for step in range(4):
+        expected = [one.gathered(layer) for one, layer in zip(simulations, net, strict=True)]
+        before = handle.statistics
+        loss = net(_batch(step).requires_grad_()).square().mean()
+        sent = (handle.statistics - before).bytes_sent
+        loss.backward()
+        for layer, weights in zip(net, expected, strict=True):
+            for when in ("forward", "backward"):
+                assert_same(layer.seen[when][-1], weights, (step, when))
+            assert same_on_all_ranks(layer.seen["forward"][-1])
+        before = handle.statistics
+        with torch.no_grad():
+            net(_batch(step))
+        unchanged = (handle.statistics - before).bytes_sent
+        values = [(one, place) for one in simulations for place in one.values[rank]]
+        assert sent - unchanged == receivers * sum(one.copies[rank][place].nbytes for one, place in values)
+        if step:
+            adapters.update(place for _, place in values)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert adapters
+    assert adapters <= {2, 3}, "down and up"
+
+
+@pytest.mark.parametrize("hosts", ["01", "0011"])
+def test_only_adapters_travel_as_values(hosts):
+    run_ranks(_adapters, len(hosts), hosts, timeout=100)
 
 
 def _unequal(rank):
@@ -235,7 +297,7 @@ def _changed(_):
         before, exact = handle.statistics, whole(net)
         with torch.no_grad():
             net(_batch(0))
-        for layer, weights in zip(net, zip(exact[::2], exact[1::2], strict=True), strict=True):
+        for layer, weights in with_weights(net, exact):
             seen = layer.seen["forward"][-1]
             assert same_on_all_ranks(seen)
             if not weights[0].isnan().any():
@@ -371,8 +433,8 @@ def _after_an_error(_):
             assert_same(layer.seen["forward"][-1], layer.seen["backward"][-1])
             assert same_on_all_ranks(layer.seen["forward"][-1])
         exact = [local(one) for one in whole(net)]
-        for layer, weights in zip(net, zip(exact[::2], exact[1::2], strict=True), strict=True):
-            torch.testing.assert_close(layer.seen["forward"][-1], list(weights), rtol=0.01, atol=1e-4)
+        for layer, weights in with_weights(net, exact):
+            torch.testing.assert_close(layer.seen["forward"][-1], weights, rtol=0.01, atol=1e-4)
 
 
 def _failing(when):
@@ -421,7 +483,7 @@ def _start_over_on_all_ranks(net, handle):
     net.reset_iter_state()
     exact = whole(net)
     net(_batch(1).requires_grad_()).square().mean().backward()
-    for layer, weights in zip(net, zip(exact[::2], exact[1::2], strict=True), strict=True):
+    for layer, weights in with_weights(net, exact):
         assert_same(layer.seen["forward"][-1], weights)
         assert_same(layer.seen["backward"][-1], weights)
 
@@ -484,7 +546,7 @@ def _while_it_gathers(rank):
         parameter.detach().to_local().mul_(1.0001)
     net(_batch(1))
     exact = whole(net)
-    for layer, weights in zip(net, zip(exact[::2], exact[1::2], strict=True), strict=True):
+    for layer, weights in with_weights(net, exact):
         assert_same(layer.seen["forward"][-1], weights)
 
 

@@ -13,11 +13,13 @@ from fsdp_models import (
     local,
     needs_custom_gathers,
     nodes_and_shards,
+    served_device,
     shard_layers,
     sharded,
     train,
     watched_layers,
     whole,
+    with_weights,
 )
 from host_names import take_host_name
 from kernel_cases import decoded, encoded
@@ -36,7 +38,7 @@ from ddp_quant_hooks.fsdp import (
     quantize_reduce_scatter,
 )
 from ddp_quant_hooks.kernels import Layout
-from dist_utils.testing import run_ranks, same_on_all_ranks
+from dist_utils.testing import call_in_backward, run_ranks, same_on_all_ranks
 
 pytestmark = needs_custom_gathers
 LAYOUT = Layout("int8", 128, rotate=True)
@@ -45,7 +47,7 @@ HALF = fsdp.MixedPrecisionPolicy(param_dtype=torch.float16)
 
 def _rounded(parameter, dtype):
     """Return what all ranks must gather of a parameter: of each shard what its own rank has rounded."""
-    exact, dim = parameter.full_tensor().detach().to(dtype), parameter.placements[-1].dim
+    exact, dim = parameter.full_tensor().detach().to(dtype).cpu(), parameter.placements[-1].dim
     if exact.dim() == 1:
         return exact
     ranks = parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
@@ -73,7 +75,7 @@ SHARDING = {
 def _weights(rank, hosts):
     """All passes see the same weights, on all ranks: those that the formula gives."""
     take_host_name(hosts[rank])
-    mesh = init_device_mesh("cpu", (len(hosts),))
+    mesh = init_device_mesh(served_device(), (len(hosts),))
     options = dict(SHARDING)
     if len(hosts) == 4:
         options["resharded to two"] = {"reshard_after_forward": 2}
@@ -87,10 +89,12 @@ def _weights(rank, hosts):
             for step in range(2):
                 exact = whole(net)
                 expected = [[_rounded(one, dtype) for one in layer.parameters()] for layer in net]
-                net(_batch(step, width).requires_grad_()).square().mean().backward()
+                net(_batch(step, width).to(mesh.device_type).requires_grad_()).square().mean().backward()
                 assert_same(whole(net), exact, name)
                 for layer, weights in zip(net, expected, strict=True):
-                    forward, backward = (layer.seen[when][-1] for when in ("forward", "backward"))
+                    forward, backward = (
+                        [one.cpu() for one in layer.seen[when][-1]] for when in ("forward", "backward")
+                    )
                     assert_same(forward, weights, (name, ours))
                     assert_same(backward, weights, (name, ours))
                     assert same_on_all_ranks(forward)
@@ -447,6 +451,24 @@ def _kept_only_for_a_backward_pass(_):
     assert not kept(), "no output needs gradients"
 
 
+def _inside_another_backward(_):
+    """A forward pass in another model's backward pass sees shards as they are, not what was kept."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for ours in ({"keep_for_backward": True}, {"differences": True}):
+        net = shard_layers(watched_layers(), mesh)
+        quantize_all_gather(net, min_bytes=0, **ours)
+        net(_batch(0).requires_grad_())
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.mul_(2)
+        exact = "differences" in ours  # they are too large
+        expected = whole(net) if exact else [_rounded(one, torch.float32) for one in net.parameters()]
+        x = torch.zeros(1, requires_grad=True)
+        call_in_backward(x, lambda net=net: net(_batch(1))).sum().backward()
+        for layer, weights in with_weights(net, expected):
+            assert_same(layer.seen["forward"][-1], weights, ours)
+
+
 def _fails(*_):
     raise ZeroDivisionError
 
@@ -532,6 +554,7 @@ def _two_ranks(rank):
         _dtypes,
         _without_gradients,
         _kept_only_for_a_backward_pass,
+        _inside_another_backward,
         _not_finite_and_errors,
         _two_micro_batches,
     ):

@@ -1,8 +1,10 @@
 """Gathers in few bits that cannot be: refused on every rank; and peers that die, stop or fail."""
 
+import gc
 import logging
 import os
 import time
+import weakref
 from unittest import mock
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from averaging_callers import spoiled_kernel
 from fsdp_models import (
     BF16,
+    Halves,
     Net,
     backward,
     batch,
@@ -20,6 +23,7 @@ from fsdp_models import (
     sharded,
     watched_layers,
     whole,
+    with_weights,
 )
 from host_names import take_host_name
 from quant_buckets import assert_same
@@ -205,8 +209,20 @@ def _replicas(rank):
     quantize_all_gather(net, min_bytes=0)
 
 
+def _tensor_parallelism(rank):
+    """Ranks that hold other parts of the same tensors have the same options, and hear of a problem, too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    net = Halves(mesh, mesh["shard"])
+    _refused(AgreementError, r"min_bytes is 0 on rank \d, 7 on rank \d", net, min_bytes=7 * (rank % 2))
+    if rank == 0:
+        _refused(ValueError, "bits=4", net, bits=4)
+    else:
+        _refused(AgreementError, r"rank \d cannot go on: .*bits=4", net)
+    quantize_all_gather(net, min_bytes=0)
+
+
 def _several_groups(rank):
-    for check in (_groups, _agreed_before, _replicas):
+    for check in (_groups, _agreed_before, _replicas, _tensor_parallelism):
         check(rank)
 
 
@@ -241,9 +257,9 @@ def _fails_and_sees_no_wrong_weights(net, exact):
         layer.seen["forward"].clear()
     with pytest.raises(RuntimeError):
         _several_passes(net)
-    for layer, weights in zip(net, zip(exact[::2], exact[1::2], strict=True), strict=True):
+    for layer, weights in with_weights(net, exact):
         for seen in layer.seen["forward"]:
-            torch.testing.assert_close(seen, list(weights), rtol=0.02, atol=0.002)
+            torch.testing.assert_close(seen, weights, rtol=0.02, atol=0.002)
 
 
 def _dies(rank, options):
@@ -308,10 +324,10 @@ def _all_fail(_, options):
     handle.start_over()
     exact = whole(net)
     net(batch(1).requires_grad_()).square().mean().backward()
-    for layer, weights in zip(net, zip(exact[::2], exact[1::2], strict=True), strict=True):
+    for layer, weights in with_weights(net, exact):
         assert_same(layer.seen["forward"][-1], layer.seen["backward"][-1])
         assert same_on_all_ranks(layer.seen["forward"][-1])
-        torch.testing.assert_close(layer.seen["forward"][-1], list(weights), rtol=0.02, atol=0.002)
+        torch.testing.assert_close(layer.seen["forward"][-1], weights, rtol=0.02, atol=0.002)
 
 
 @needs_custom_gathers
@@ -399,6 +415,28 @@ def _other_model(rank, options):
 @pytest.mark.parametrize("other", [_other_order, _other_model])
 def test_ranks_that_gather_other_modules_take_none_for_another(other, options):
     run_ranks(other, 2, options, group_timeout=patience(4.0), timeout=100)
+
+
+def _dropped(rank, options):
+    """A model that is dropped while its messages come in leaves the connections as they were."""
+    for turn in range(3):
+        net = shard_layers(watched_layers(), init_device_mesh("cpu", (2,)))
+        quantize_all_gather(net, min_bytes=0, **options)
+        backward(net, turn)
+        assert same_on_all_ranks(net[0].seen["forward"][-1])
+        if rank == turn:
+            time.sleep(0.3)
+        net[0].unshard(async_op=True)
+        dropped = weakref.ref(net)
+        del net
+        gc.collect()
+        assert dropped() is None
+
+
+@needs_custom_gathers
+@CALLERS
+def test_a_model_that_is_dropped_while_it_gathers_is_no_trouble_to_the_next(options):
+    run_ranks(_dropped, 2, options, group_timeout=patience(6.0), timeout=100)
 
 
 @needs_custom_gathers

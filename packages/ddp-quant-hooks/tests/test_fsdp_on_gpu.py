@@ -1,9 +1,14 @@
 """FSDP2 on GPUs with NCCL: the same promises as on CPUs, whose tests these are."""
 
+from functools import partial
+
 import pytest
 import test_fsdp as cpu
+import test_fsdp_differences
+import test_fsdp_gather
 import torch
 import torch.distributed as dist
+from fsdp_models import needs_custom_gathers
 
 from dist_utils.testing import nccl_can_run, run_ranks
 
@@ -39,3 +44,10 @@ def test_8_and_4_bits_stay_within_half_a_step():
 def test_a_mesh_of_one_rank_is_data_parallelism_and_two_models_share_a_backward():
     for ((eight, four),) in _ranks(2, cpu._replicas):
         assert 0 < eight < four
+
+
+@needs_custom_gathers
+@pytest.mark.parametrize("hosts", ["00", "0011"])
+@pytest.mark.parametrize("of", [test_fsdp_gather, test_fsdp_differences], ids=["8 bits", "differences"])
+def test_gathered_weights_have_the_bits_of_the_cpu_backend(of, hosts):
+    _ranks(len(hosts), partial(of._weights, hosts=hosts))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ddp_quant_hooks.exchange.placement import link_inside_host
 from ddp_quant_hooks.fsdp.gather_statistics import GatherCounter, GatherStatistics
-from ddp_quant_hooks.fsdp.kept import TrainingForward
+from ddp_quant_hooks.fsdp.kept import ForwardPasses
 from ddp_quant_hooks.fsdp.module_gather import GatherOptions, ModuleGather
 from ddp_quant_hooks.fsdp.replacement import Replacement
 from ddp_quant_hooks.fsdp.sharded_module import ShardedModule
@@ -57,6 +57,9 @@ def quantize_all_gather(
     backward pass, which are the rounded values of the forward pass (ZeRO++'s hpZ). With a single rank FSDP
     gathers nothing.
 
+    All ranks must gather the same modules in the same order. If they do not, they get an error with Gloo and
+    with ``differences``; with NCCL nothing tells them, as with FSDP's own gathers.
+
     Args:
         model: An FSDP module, or a module that contains some, after ``fully_shard`` has been applied to all
             of them, on meshes with shards; for HSDP and with tensor parallelism, too.
@@ -75,17 +78,16 @@ def quantize_all_gather(
         keep_for_backward: Keep what was received in the forward pass for the backward pass, which then
             gathers nothing: a byte a value of the whole model on every rank, from the forward to the backward
             pass of each module. Modules that stay gathered, or are resharded to a number of ranks, are not
-            kept. Any gather during a backward pass, of another model, too, gets what was kept: change no
-            parameters between the forward pass of a module and that.
+            kept.
         differences: Send between hosts how the shard differs from what was gathered last, in 4 bits, and
             inside hosts weights as they are: those of the forward pass differ by the rounding of a change,
             and not of a value. What it loses is in the next difference. What has not changed keeps its bits.
-            A backward pass, any that is running, gathers what the last forward pass has gathered, inside
-            hosts. Each rank keeps copies of a host's share of the model (model / ranks of a host, in
-            ``param_dtype``); with one rank a host, on a single host, and with ``"flat"``, of the whole model;
-            and its own shard once more. The first gather, and every one after which the error of a
-            parameter's shard would be above 0.5 %, sends values: so what is loaded or changed in place needs
-            no call. Copies are no part of a checkpoint: see :meth:`GatherHandle.start_over`.
+            A backward pass gathers what the last forward pass has gathered, inside hosts. Each rank keeps
+            copies of a host's share of the model (model / ranks of a host, in ``param_dtype``); with one rank
+            a host, on a single host, and with ``"flat"``, of the whole model; and its own shard once more. In
+            the first gather, and where the error of a parameter's shard would be above 0.5 %, the values of
+            these parameters are sent, too: so what is loaded or changed in place needs no call. Copies are no
+            part of a checkpoint: see :meth:`GatherHandle.start_over`.
 
     Returns:
         A handle, with ``statistics``, to end it with ``remove()``.
@@ -95,17 +97,18 @@ def quantize_all_gather(
             several groups of parameters, an all-gather that is not torch's default, or parameters with an
             ``fsdp_pre_all_gather`` of their own; or an option is of another type or value. The other ranks
             get an AgreementError.
-        AgreementError: The ranks that share shards, or replicate them, have different models or options.
+        AgreementError: The ranks of a mesh, also of replicas and of tensor parallelism, have different models
+            or options.
         RuntimeError: This torch has no ``FSDPModule.set_custom_all_gather`` (2.8 and older). A forward pass
             raises it if ``fully_shard`` was applied to more modules afterwards, and any pass if a peer fails.
 
     Cost:
-        Collective, over the store, in every group that shares shards or replicates them. A gather sends 1.03
-        bytes a value instead of two or four, in FSDP's own process group and on its stream, and waits where
-        FSDP's own does. While it runs it needs memory for as many bytes as the module has values. Decoding
-        takes about a nanosecond a value on one core. With ``differences`` 0.63 bytes a value, in the forward
-        pass only, go to other hosts; on GPUs the host waits for each gather of a forward pass; and the memory
-        is for fp32 copies of a shard, for messages, and for what the other ranks of the host send, in
+        Collective, over the store, in every group of the parameters' meshes. A gather sends 1.03 bytes a
+        value instead of two or four, in FSDP's own process group and on its stream, and waits where FSDP's
+        own does. While it runs it needs memory for as many bytes as the module has values. Decoding takes
+        about a nanosecond a value on one core. With ``differences`` 0.63 bytes a value, in the forward pass
+        only, go to other hosts; on GPUs the host waits for each gather of a forward pass; and the memory is
+        for fp32 copies of a shard, for messages, and for what the other ranks of the host send, in
         ``param_dtype``.
 
     Example:
@@ -137,8 +140,8 @@ class GatherHandle(Replacement):
         self._agreements: dict[dist.ProcessGroup, OrderedWorker] = {}
         self._counter = GatherCounter()
         super().__init__(model)
-        keeps = self._options.keep_for_backward
-        self._in_training = TrainingForward(self._modules if keeps else [], self._drop_kept)
+        reuses = self._options.keep_for_backward or self._options.differences
+        self._forwards = ForwardPasses(self._modules if reuses else [], self._drop_kept)
         self._gathers = {module: self._gather_of(module) for module in self._modules}
         self._warn_if_nothing_is_quantized()
         self._replace()
@@ -175,7 +178,7 @@ class GatherHandle(Replacement):
     def remove(self) -> None:
         """Restore what FSDP did before. A second call does nothing."""
         super().remove()
-        self._in_training.stop()
+        self._forwards.stop()
         self.start_over()
 
     def _drop_kept(self, module: ShardedModule) -> None:
@@ -210,15 +213,15 @@ class GatherHandle(Replacement):
     def _agree(self, problem: Exception | None) -> None:
         """Compare modules and options in every group of the model, and learn the ranks' hosts there.
 
-        Twice: what a group finds is told in those that had agreed before, so that a mesh has handles on all
-        of its ranks or on none.
+        Those of replicas and of tensor parallelism, too. Twice: what a group finds is told in those that had
+        agreed before, so that a mesh has handles on all of its ranks or on none.
 
         A rank that has found no module does not know these groups. It tells WORLD, which is the group of
         every model without a mesh; ranks of a smaller mesh wait for it until their timeout.
         """
         shards = dict.fromkeys(module.shard_group for module in self._modules if module.shard_group)
-        replicas = dict.fromkeys(module.replicate_group for module in self._modules if module.replicate_group)
-        groups = [*(shards | replicas)] or [resolve_group(None)]
+        others = dict.fromkeys(group for module in self._modules for group in module.mesh_groups)
+        groups = [*(shards | others)] or [resolve_group(None)]
         for group in groups * 2:
             try:
                 self._agreements[group] = self._agree_in(group, problem)
@@ -235,7 +238,7 @@ class GatherHandle(Replacement):
 
     def _agree_in(self, group: dist.ProcessGroup, problem: Exception | None) -> OrderedWorker:
         """Return what knows the hosts and the links of a group, if all gather the same modules alike."""
-        modules = [one for one in self._modules if group in (one.shard_group, one.replicate_group)]
+        modules = [one for one in self._modules if group in (one.shard_group, *one.mesh_groups)]
 
         def terms() -> dict[str, object]:
             if problem is not None:
@@ -263,7 +266,7 @@ class GatherHandle(Replacement):
             self._agreements[module.shard_group],
             self._counter,
             self._require_no_later_module,
-            self._in_training,
+            self._forwards,
         )
 
     def _substitute(self, module: ShardedModule) -> ModuleGather:

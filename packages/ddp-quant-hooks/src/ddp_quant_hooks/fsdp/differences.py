@@ -5,30 +5,38 @@ What rounding loses of a difference is in the next one, as that is taken to the 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.fsdp.gather_plan import Route, ShardFormat, message_tags
+from ddp_quant_hooks.exchange.plan import Span
+from ddp_quant_hooks.fsdp.gather_plan import Route, ShardFormat, join_neighbors, message_tags, pause_before
 from ddp_quant_hooks.fsdp.kept import KeptMemory
+from ddp_quant_hooks.kernels.layout import ALIGNMENT
 from dist_utils import start_messages
-from dist_utils.process_groups import Arrival, record_use
-
-NOTE_BYTES = 16
-"""What a message has behind its values: of which module it is, a number, and whether values follow."""
+from dist_utils.process_groups import record_use
 
 _MOST_ERROR = 0.005
 """The largest error of a parameter's shard, relative to it in L2, with which a difference is sent: less than
 that of 8 bits, 0.0065."""
 
 
+def note_bytes(parameters: int) -> int:
+    """Return the size of what a message has behind its values: a note about so many parameters.
+
+    It says of which module the message is, how many gathers have changed the sender's copies, and of which
+    parameters values follow: four bytes each.
+    """
+    return -(-4 * (2 + parameters) // ALIGNMENT) * ALIGNMENT
+
+
 class Sent(NamedTuple):
     """What a gather has sent, or received.
 
     Attributes:
-        exact: Whether values themselves were sent or received.
+        exact: Whether values themselves, of any parameter, were sent or received.
         bytes_to_receiver: What each rank got that takes this one's differences.
         bytes_inside: What each other rank of the host got.
     """
@@ -83,7 +91,6 @@ class Differences:
     def gather(
         self,
         form: ShardFormat,
-        lengths: Sequence[int],
         output: torch.Tensor,
         own: torch.Tensor,
         *,
@@ -92,8 +99,7 @@ class Differences:
         """Gather the shards of all ranks; pause before each wait.
 
         Args:
-            form: Of the messages; with ``NOTE_BYTES`` more.
-            lengths: How many values of each parameter a shard has.
+            form: Of the messages, with a note.
             output: The output, in the order of ranks.
             own: This rank's shard.
             again: Gather what was gathered last, if there is something: between hosts nothing is sent then.
@@ -108,7 +114,7 @@ class Differences:
         if copies is None or not again:
             copies = copies or _Copies(1 + len(self._route.entering), own)
             copies.begin_use()
-            sent = yield from self._update(copies, form, lengths, own)
+            sent = yield from self._update(copies, form, own)
         else:
             copies.begin_use()
         inside = yield from self._hand_on(copies.rows, output)
@@ -124,20 +130,22 @@ class Differences:
         row = self._copies.rows[0]
         return (row.shape, row.dtype, row.device) == (own.shape, own.dtype, own.device)
 
-    def _update(
-        self, copies: _Copies, form: ShardFormat, lengths: Sequence[int], own: torch.Tensor
-    ) -> Generator[None, None, Sent]:
+    def _update(self, copies: _Copies, form: ShardFormat, own: torch.Tensor) -> Generator[None, None, Sent]:
         """Bring all copies up to date; return what was sent."""
         entering, leaving, rows = self._route.entering, self._route.leaving, copies.rows
         message = torch.empty(form.message_bytes, dtype=torch.uint8, device=own.device)
         received = torch.empty(len(entering), form.message_bytes, dtype=torch.uint8, device=own.device)
         # What has not changed keeps its bits, as for all micro-batches of a step.
         shard = rows[0] if torch.equal(own, copies.last) else own
-        is_exact = not encode_difference(form, lengths, shard, rows[0], message) or copies.number == 0
+        coarse = encode_difference(form, shard, rows[0], message)
+        if copies.number == 0:
+            coarse = [True] * len(coarse)
+        values = join_neighbors(zip(form.lengths, coarse, strict=True))
         copies.last.copy_(own)
-        note = [self._checksum, copies.number, int(is_exact), 0]
-        form.note(message).view(torch.int32).copy_(torch.tensor(note, dtype=torch.int32))
-        yield from _arrival(
+        note = torch.zeros(form.note_bytes // 4, dtype=torch.int32)
+        note[: 2 + len(coarse)] = torch.tensor([self._checksum, copies.number, *coarse])
+        form.note(message).view(torch.int32).copy_(note)
+        yield from pause_before(
             start_messages(
                 self._group,
                 receives=zip(entering, received, strict=True),
@@ -149,34 +157,37 @@ class Differences:
             record_use(each)  # an asynchronous gather may go on on another stream
         for row, each in zip(rows[1:], received, strict=True):
             decode_difference(form, each, row)
-        exact, problem = self._read_notes(received, copies.number)
-        if is_exact:
-            rows[0].copy_(own)
+        for span in values:
+            _part(rows[0], span).copy_(_part(own, span))
+        values_of, problem = self._read_notes(form, received, copies.number)
         places = dict(zip(entering, rows[1:], strict=True))
-        yield from _arrival(
+        yield from pause_before(
             start_messages(
                 self._group,
-                receives=[(rank, places[rank].view(torch.uint8)) for rank in exact],
-                sends=[(rank, rows[0].view(torch.uint8)) for rank in leaving if is_exact],
+                receives=[
+                    (rank, _bytes(places[rank], span)) for rank, spans in values_of.items() for span in spans
+                ],
+                sends=[(rank, _bytes(rows[0], span)) for rank in leaving for span in values],
                 tag=self._tags.values,
             )
         )
         copies.number += 1
         told = yield from self._raise_together(problem, copies.number, own.device)
-        to_receiver = form.message_bytes + (rows[0].nbytes if is_exact else 0)
-        return Sent(is_exact or bool(exact), to_receiver, told)
+        to_receiver = form.message_bytes + own.itemsize * sum(map(len, values))
+        return Sent(bool(values) or any(values_of.values()), to_receiver, told)
 
-    def _read_notes(self, received: torch.Tensor, number: int) -> tuple[list[int], str]:
-        """Return the ranks that send values, too, and why their messages are none for this rank, or ``""``.
+    def _read_notes(
+        self, form: ShardFormat, received: torch.Tensor, number: int
+    ) -> tuple[dict[int, list[Span]], str]:
+        """Return which values each rank sends, too, and why their messages are none for this rank, or ``""``.
 
         That is so if a rank gathers another module, or its copies have been through another number of
         gathers. Waits for an accelerator.
         """
-        notes = received[:, -NOTE_BYTES:].contiguous().view(torch.int32).tolist()
-        exact, problem = [], ""
-        for rank, (checksum, theirs, is_exact, _) in zip(self._route.entering, notes, strict=True):
-            if is_exact:
-                exact.append(rank)
+        notes = received[:, -form.note_bytes :].contiguous().view(torch.int32).tolist()
+        values_of, problem = {}, ""
+        for rank, (checksum, theirs, *coarse) in zip(self._route.entering, notes, strict=True):
+            values_of[rank] = join_neighbors(zip(form.lengths, map(bool, coarse), strict=False))
             if checksum != self._checksum:
                 problem = (
                     f"rank {rank} gathers another module or model: let all ranks gather the same modules in "
@@ -188,7 +199,7 @@ class Differences:
                     "rank: let all ranks gather the same modules in the same order, or start_over() on all "
                     "of them"
                 )
-        return exact, problem
+        return values_of, problem
 
     def _raise_together(self, problem: str, number: int, device: torch.device) -> Generator[None, None, int]:
         """Raise a problem on all ranks of the host, before they hand on what has it.
@@ -206,7 +217,7 @@ class Differences:
         all_well = [self._checksum, number, 0]
         note = torch.tensor([*all_well[:2], int(bool(problem))], dtype=torch.int32, device=device)
         received = torch.empty(len(inside), len(note), dtype=torch.int32, device=device)
-        yield from _arrival(
+        yield from pause_before(
             start_messages(
                 self._group,
                 receives=zip(inside, received.view(torch.uint8), strict=True),
@@ -240,7 +251,7 @@ class Differences:
         )
         for rank, row in zip((self._group.rank(), *route.entering), rows, strict=True):
             shards[rank].copy_(row)
-        yield from _arrival(works)
+        yield from pause_before(works)
         for (_, ranks), place in zip(columns, memory, strict=True):
             record_use(place)
             for rank, row in zip(ranks, place, strict=True):
@@ -249,34 +260,30 @@ class Differences:
 
 
 def encode_difference(
-    form: ShardFormat,
-    lengths: Sequence[int],
-    shard: torch.Tensor,
-    copy: torch.Tensor,
-    message: torch.Tensor,
-) -> bool:
+    form: ShardFormat, shard: torch.Tensor, copy: torch.Tensor, message: torch.Tensor
+) -> list[bool]:
     """Write the message of a shard, and change the copy as that says.
 
     Args:
         form: Of the message.
-        lengths: How many values of each parameter the shard has.
         shard: The shard.
         copy: Its copy, of the same dtype.
         message: The output.
 
     Returns:
-        Whether the copy is near enough now. Waits for an accelerator.
+        For each parameter whether its copy is still too far from it. Waits for an accelerator.
     """
     form.encode_runs(shard.float() - copy.float(), message)
     form.encode_exact(shard, message)
     decode_difference(form, message, copy)
-    left = shard.float() - copy.float()
+    left, lengths = shard.float() - copy.float(), list(form.lengths)
     # In fp64, which has the squares of all fp32 numbers.
     errors, sizes = (
         torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
-        for parts in (torch.split(left, list(lengths)), torch.split(shard.float(), list(lengths)))
+        for parts in (torch.split(left, lengths), torch.split(shard.float(), lengths))
     )
-    return bool(((errors <= _MOST_ERROR * sizes) & sizes.isfinite()).all())
+    is_near = (errors <= _MOST_ERROR * sizes) & sizes.isfinite()
+    return is_near.logical_not().tolist()
 
 
 def decode_difference(form: ShardFormat, message: torch.Tensor, copy: torch.Tensor) -> None:
@@ -307,8 +314,9 @@ class _Copies(KeptMemory):
         self.number = 0
 
 
-def _arrival(works: Sequence[Arrival]) -> Iterator[None]:
-    """Pause, and then wait for messages."""
-    yield
-    for work in works:
-        work.wait()
+def _part(row: torch.Tensor, span: Span) -> torch.Tensor:
+    return row[span.start : span.stop]
+
+
+def _bytes(row: torch.Tensor, span: Span) -> torch.Tensor:
+    return _part(row, span).view(torch.uint8)

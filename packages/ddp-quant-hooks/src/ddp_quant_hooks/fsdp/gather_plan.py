@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain
@@ -13,6 +14,7 @@ from ddp_quant_hooks import kernels
 from ddp_quant_hooks.exchange.plan import Span
 from ddp_quant_hooks.kernels import Layout
 from ddp_quant_hooks.kernels.layout import ALIGNMENT
+from dist_utils.process_groups import Arrival
 
 _MOST_PLANS = 1 << 12
 
@@ -25,6 +27,7 @@ class ShardFormat:
 
     Attributes:
         layout: Of values in few bits.
+        lengths: How many values of each parameter the shard has.
         runs: How many values there are in each run of neighboring parameters whose blocks begin anew.
         exact: Where the exact values are in the shard.
         value_bytes: The size of an exact value.
@@ -32,6 +35,7 @@ class ShardFormat:
     """
 
     layout: Layout
+    lengths: tuple[int, ...]
     runs: tuple[int, ...]
     exact: tuple[Span, ...]
     value_bytes: int
@@ -118,21 +122,33 @@ def shard_format(
         note_bytes: The size of what the sender adds.
     """
     runs: list[int] = []
-    exact: list[Span] = []
-    start = 0
-    for length, is_exact in parameters:
+    for length, _ in parameters:
         if length == 0:
             continue
         if runs and runs[-1] % layout.block_size == 0:  # no block crosses from one parameter into the next
             runs[-1] += length
         else:
             runs.append(length)
-        if is_exact and exact and exact[-1].stop == start:
-            exact[-1] = Span(exact[-1].start, start + length)
-        elif is_exact:
-            exact.append(Span(start, start + length))
-        start += length
-    return ShardFormat(layout, tuple(runs), tuple(exact), value_bytes, note_bytes)
+    lengths, exact = tuple(length for length, _ in parameters), tuple(join_neighbors(parameters))
+    return ShardFormat(layout, lengths, tuple(runs), exact, value_bytes, note_bytes)
+
+
+def join_neighbors(parameters: Iterable[tuple[int, bool]]) -> list[Span]:
+    """Return where some parameters are in a shard, neighbors together.
+
+    Args:
+        parameters: How many values of each parameter the shard has, and whether it is one of them.
+    """
+    spans: list[Span] = []
+    stop = 0
+    for length, is_one in parameters:
+        start, stop = stop, stop + length
+        if not is_one or length == 0:
+            continue
+        if spans and spans[-1].stop == start:
+            start = spans.pop().start
+        spans.append(Span(start, stop))
+    return spans
 
 
 @dataclass(frozen=True)
@@ -231,6 +247,18 @@ def message_tags(agreement: str, module: str, *steps: str) -> tuple[int, ...]:
         *steps: The names of the steps.
     """
     return tuple(zlib.crc32(f"{agreement} {module}: {step}".encode()) for step in steps)
+
+
+def pause_before(works: Sequence[Arrival]) -> Iterator[None]:
+    """Pause, and then wait for messages: also if the gather is dropped meanwhile.
+
+    Where a message comes in whose receiver is gone, Gloo reads nothing more from its sender.
+    """
+    try:
+        yield
+    finally:
+        for work in works:
+            work.wait()
 
 
 @lru_cache(maxsize=_MOST_PLANS)

@@ -16,8 +16,8 @@ class GatherStatistics(Counts):
 
     Attributes:
         quantized_gathers: Gathers of a module in few bits.
-        exact_gathers: Those in which this rank sent or received values, because a difference (with
-            ``differences``) had too large an error, or was the first one.
+        exact_gathers: Those in which this rank sent or received values of some parameters, too, because their
+            differences (with ``differences``) had too large an error, or were the first ones.
         plain_gathers: Those in full precision. The log says once for each module why.
         reused_gathers: Those that were served by what the forward pass had received (``keep_for_backward``,
             ``differences``), and sent nothing, or nothing between hosts.

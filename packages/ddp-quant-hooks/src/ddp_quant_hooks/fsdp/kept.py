@@ -44,10 +44,8 @@ class KeptMemory:
         return torch.get_device_module(self.tensor.device).current_stream(self.tensor.device)
 
 
-class TrainingForward:
-    """Whether a forward pass is running whose backward pass autograd records.
-
-    FSDP gathers inside of ``torch.no_grad()``, where nothing tells.
+class ForwardPasses:
+    """The forward passes that are running, which nothing tells where FSDP gathers.
 
     Args:
         modules: FSDP modules, each of which gathers itself and others as soon as its forward pass begins.
@@ -59,7 +57,7 @@ class TrainingForward:
     ) -> None:
         self._needs_no_backward = needs_no_backward
         self._recorded: list[bool] = []
-        """Of each forward pass that is running, the innermost last: whether autograd records it."""
+        """Of each that is running, the innermost last: whether autograd records it."""
         self._hooks = [
             handle
             for module in modules
@@ -71,9 +69,15 @@ class TrainingForward:
             )
         ]
 
-    def __call__(self) -> bool:
-        """Return whether one is running."""
-        return bool(self._recorded) and self._recorded[-1]
+    @property
+    def running(self) -> bool:
+        """Whether there is one."""
+        return bool(self._recorded)
+
+    @property
+    def recorded(self) -> bool:
+        """Whether autograd records the innermost one, for a backward pass."""
+        return self.running and self._recorded[-1]
 
     def stop(self) -> None:
         """Watch no more."""

@@ -10,10 +10,16 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.fsdp.differences import NOTE_BYTES, Differences
-from ddp_quant_hooks.fsdp.gather_plan import ShardFormat, message_tags, plan_route, shard_format
+from ddp_quant_hooks.fsdp.differences import Differences, note_bytes
+from ddp_quant_hooks.fsdp.gather_plan import (
+    ShardFormat,
+    message_tags,
+    pause_before,
+    plan_route,
+    shard_format,
+)
 from ddp_quant_hooks.fsdp.gather_statistics import GatherCounter
-from ddp_quant_hooks.fsdp.kept import KeptMemory, TrainingForward
+from ddp_quant_hooks.fsdp.kept import ForwardPasses, KeptMemory
 from ddp_quant_hooks.fsdp.replacement import Substitute
 from ddp_quant_hooks.fsdp.sharded_module import ShardedModule
 from ddp_quant_hooks.kernels import VALUE_DTYPES, Layout
@@ -52,7 +58,7 @@ class ModuleGather(Substitute):
         agreement: Of the ranks that it is sharded over, which knows their hosts.
         counter: Counts what is gathered.
         before: Called before every gather.
-        in_training: Whether a forward pass is running whose backward pass autograd records.
+        forwards: The forward passes that are running.
 
     Attributes:
         name: The name of the module.
@@ -65,10 +71,11 @@ class ModuleGather(Substitute):
         agreement: OrderedWorker,
         counter: GatherCounter,
         before: Callable[[], None],
-        in_training: TrainingForward,
+        forwards: ForwardPasses,
     ) -> None:
         self._module, self._options, self._counter = module, options, counter
-        self._before, self._in_training = before, in_training
+        self._before, self._forwards = before, forwards
+        self._gathered_versions: list[int] = []
         self._hosts = hosts = tuple(agreement.hosts())
         self._group: dist.ProcessGroup = module.group.mesh_info.shard_process_group
         me, flat = self._group.rank(), options.intra_node == "flat"
@@ -109,15 +116,15 @@ class ModuleGather(Substitute):
             if plain:
                 self.drop_kept()
                 return self._gather_plain(plain, output_tensor, input_tensor, group, async_op=async_op)
-            note_bytes = NOTE_BYTES if self._differences is not None else 0
-            form = shard_format(parameters, self._options.layout, input_tensor.itemsize, note_bytes)
-            if self._kept is not None and inside_backward():
+            note = 0 if self._differences is None else note_bytes(len(parameters))
+            form = shard_format(parameters, self._options.layout, input_tensor.itemsize, note)
+            again = self._gathers_again()
+            if self._kept is not None and again:
                 self._restore_kept(form, output_tensor)
                 return None
             if self._differences is not None:
-                lengths = [length for length, _ in parameters]
                 gathering = self._gather_differences(
-                    self._differences, form, lengths, output_tensor, input_tensor
+                    self._differences, form, output_tensor, input_tensor, again=again
                 )
             else:
                 gathering = self._gather(form, output_tensor, input_tensor)
@@ -177,9 +184,7 @@ class ModuleGather(Substitute):
 
         With differences: of what it lacks in its copy.
         """
-        every = self._module.group.fsdp_params
-        parts = [private(kept, "_sharded_param_data", "the error of a shard") for kept in every]
-        exact = torch.cat([*map(torch.Tensor.to, parts, self._module.gathered_dtypes)])
+        exact = torch.cat([*map(torch.Tensor.to, self._shards(), self._module.gathered_dtypes)])
         exact = exact.to(self._module.group.device)  # offloaded shards are on the CPU
         if self._differences is not None:
             copy = self._differences.own_copy(exact)
@@ -210,9 +215,7 @@ class ModuleGather(Substitute):
         # All of it before anything is restored: this rank's values are a part of the output.
         form.encode(own, route.message(memory, group.rank()))
         for works in self._steps(memory):
-            yield
-            for work in works:
-                work.wait()
+            yield from pause_before(works)
         record_use(memory)  # an asynchronous gather may end on another stream
         form.decode(memory, route.order, output)
         if keeps:
@@ -232,13 +235,13 @@ class ModuleGather(Substitute):
         self,
         differences: Differences,
         form: ShardFormat,
-        lengths: Sequence[int],
         output: torch.Tensor,
         own: torch.Tensor,
+        *,
+        again: bool,
     ) -> Iterator[None]:
-        """Gather differences; pause before each wait."""
-        again = inside_backward()
-        sent = yield from differences.gather(form, lengths, output, own, again=again)
+        """Gather differences, or what was gathered last ``again``; pause before each wait."""
+        sent = yield from differences.gather(form, output, own, again=again)
         route, kind = self._route, "reused" if sent.bytes_to_receiver == 0 else "quantized"
         leaving = self._sent_to_other_hosts * sent.bytes_to_receiver
         self._counter.add(
@@ -270,6 +273,25 @@ class ModuleGather(Substitute):
         """Return whether a collective gathers messages, as FSDP's own: it knows best how GPUs are joined."""
         return self._is_direct and not runs_on_host(self._group, device)
 
+    def _gathers_again(self) -> bool:
+        """Return whether a backward pass needs what was gathered last.
+
+        A forward pass that runs inside a backward pass does only if no shard has changed meanwhile, as where
+        a checkpoint repeats one.
+        """
+        # What changes a DTensor does not count as a change of its shard.
+        changeable = [*self._shards(), *(one.sharded_param for one in self._module.group.fsdp_params)]
+        versions = [tensor._version for tensor in changeable]  # noqa: SLF001 - documented by torch
+        again = inside_backward() and (not self._forwards.running or versions == self._gathered_versions)
+        if not again:
+            self._gathered_versions = versions
+        return again
+
+    def _shards(self) -> list[torch.Tensor]:
+        """Return this rank's shard of each parameter, padded and flat."""
+        every = self._module.group.fsdp_params
+        return [private(one, "_sharded_param_data", "the values of a shard") for one in every]
+
     def _keeps(self) -> bool:
         """Return whether the backward pass of the module will gather what it is gathering now."""
         sharded_as = self._module.group.mesh_info
@@ -277,7 +299,7 @@ class ModuleGather(Substitute):
             self._options.keep_for_backward
             and self._module.group.post_forward_mesh_info is sharded_as
             and self._module.group.unshard_in_backward
-            and self._in_training()
+            and self._forwards.recorded
             and not inside_backward()
         )
 

@@ -31,17 +31,12 @@ class ShardedModule(NamedTuple):
     @property
     def replicated(self) -> bool:
         """Whether FSDP averages over several shard groups itself, on a mesh for HSDP or for replicas."""
-        return self.replicate_group is not None
+        return getattr(self.group.mesh_info, "replicate_process_group", None) is not None
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold its shards; ``None`` where it is only replicated."""
         return getattr(self.group.mesh_info, "shard_process_group", None)
-
-    @property
-    def replicate_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same shards on a mesh for HSDP or for replicas; ``None`` on others."""
-        return getattr(self.group.mesh_info, "replicate_process_group", None)
 
     @property
     def shard_ranks(self) -> list[int]:
@@ -55,6 +50,12 @@ class ShardedModule(NamedTuple):
             (private(kept, "_module_info", _PURPOSE).param_name, tuple(kept.sharded_param.shape))
             for kept in self.group.fsdp_params
         ]
+
+    @property
+    def mesh_groups(self) -> list[dist.ProcessGroup]:
+        """This rank's groups in the meshes of its parameters: of shards, replicas and tensor parallelism."""
+        meshes = dict.fromkeys(kept.sharded_param.device_mesh for kept in self.group.fsdp_params)
+        return [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
 
     @property
     def places(self) -> list[str]:
