@@ -39,7 +39,7 @@ USES = {  # by the name, a function that needs it, of each package
     "torch.distributed.fsdp.FSDPModule.set_all_reduce_hook": lambda: quantize_all_reduce(
         torch.nn.Linear(2, 2), QuantizedAllreduceState()
     ),
-    "torch.optim.optimizer._global_optimizer_pre_hooks": _overlap,
+    "torch._C._current_graph_task_id": _overlap,
 }
 
 
