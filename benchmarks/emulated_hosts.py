@@ -26,7 +26,8 @@ _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter"
 
 
 _MOST_HOSTS = 254
-_RATE = re.compile(r"(\d+(?:\.\d+)?)[kmg]bit")
+_RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit")
+_BURST_SECONDS, _PACKET_BYTES = 1e-3, 1 << 11
 
 _PATIENCE = 60.0
 """Seconds for a command that takes milliseconds but may wait for locks of the kernel."""
@@ -47,6 +48,14 @@ def require_rate(rate: str) -> None:
     found = _RATE.fullmatch(rate)
     if found is None or float(found[1]) == 0:
         raise ValueError(f"rate must be a positive number with kbit, mbit or gbit, got {rate!r}")
+
+
+def _burst(rate: str) -> int:
+    """Return how many bytes may pass at once: those of a millisecond, or a packet: a link has no more."""
+    found = _RATE.fullmatch(rate)
+    assert found is not None
+    bits = float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
+    return max(_PACKET_BYTES, round(bits / 8 * _BURST_SECONDS))
 
 
 def holder(host: Host) -> int:
@@ -102,7 +111,7 @@ def emulated_hosts(count: int, *, rate: str = "1gbit") -> Iterator[list[Host]]:
         namespaces = [_namespace([*bridge, "unshare", "--net"], stack) for _ in range(count)]
         _run(bridge, "ip link add bridge0 type bridge")
         _run(bridge, "ip link set bridge0 up")
-        limit = f"root tbf rate {rate} burst 128kb latency 50ms"
+        limit = f"root tbf rate {rate} burst {_burst(rate)} latency 50ms"
         for index, namespace in enumerate(namespaces):
             host, port = inside(namespace), f"port{index}"
             _run(bridge, f"ip link add {port} type veth peer name eth0 netns {namespace}")

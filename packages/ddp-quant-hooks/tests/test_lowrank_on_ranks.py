@@ -22,7 +22,7 @@ from ddp_quant_hooks import (
     reduce_scatter_tensor,
 )
 from ddp_quant_hooks.fsdp import quantize_all_reduce
-from dist_utils.testing import run_ranks, same_on_all_ranks
+from dist_utils.testing import grad_bucket, run_ranks, same_on_all_ranks
 
 
 def make_state(process_group=None, **options):
@@ -70,6 +70,35 @@ def test_steps_that_do_not_count_leave_everything_and_runs_resume_bitwise(name):
         loaded, scattered, without_residuals = resume.values()
         assert (loaded, scattered) == ({}, {})
         assert without_residuals
+
+
+SECTIONS = [[(1024, 512), (128,)], [(768, 1024)]]
+"""Shapes in a bucket that is averaged in two sections, by section."""
+
+
+def _in_sections_and_alone(rank, options):
+    """Return whether sections of one bucket have the bits of buckets of their own, and all ranks those."""
+    state, alone = LowRankState(**options), [LowRankState(**options) for _ in SECTIONS]
+    generator = torch.Generator().manual_seed(rank)
+    equal = []
+    for _ in range(3):
+        gradients = [[torch.randn(shape, generator=generator) for shape in of_one] for of_one in SECTIONS]
+        together = grad_bucket([one for of_one in gradients for one in of_one])
+        mean = low_rank_hook(state, together).wait()
+        apart = [
+            low_rank_hook(own, grad_bucket(of_one)).wait()
+            for own, of_one in zip(alone, gradients, strict=True)
+        ]
+        equal += [torch.equal(mean, torch.cat(apart)), same_on_all_ranks(mean)]
+    return equal, len(state.average.decide(dist.group.WORLD, together.parameters(), [mean]).plan.warm.sections)
+
+
+@pytest.mark.parametrize(("ranks", "residual_bits"), [(2, None), (2, 1), (3, None)])
+def test_sections_have_the_bits_of_buckets_of_their_own(ranks, residual_bits):
+    options = {"rank": 24, "warm_up_steps": 1, "residual_bits": residual_bits}
+    for equal, sections in run_ranks(_in_sections_and_alone, ranks, options):
+        assert all(equal)
+        assert sections == 2
 
 
 def _many_models(_):

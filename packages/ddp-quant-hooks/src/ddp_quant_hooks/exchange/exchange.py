@@ -138,7 +138,7 @@ def _resume(exchange: Exchange) -> bool:
     return next(exchange, exchange) is not exchange
 
 
-def _together(exchanges: Iterable[Exchange]) -> Exchange:
+def together(exchanges: Iterable[Exchange]) -> Exchange:
     """Run exchanges side by side: all send, then all wait."""
     running = list(exchanges)
     while running := [one for one in running if _resume(one)]:
@@ -244,7 +244,7 @@ class _ChunkExchange(NamedTuple):
         sums = yield from self._sums(stage, values, means)
         parts = torch.split(sums, [stage.lengths[shard] for shard in stage.reduced])
         memory = stage.means.shards(means)
-        yield from _together(
+        yield from together(
             self.average(further, part, memory[shard])
             for shard, further, part in zip(stage.reduced, stage.further, parts, strict=True)
         )

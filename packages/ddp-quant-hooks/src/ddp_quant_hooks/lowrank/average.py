@@ -128,19 +128,40 @@ class RoundingErrors:
         return lost
 
 
-class Way(NamedTuple):
-    """How a bucket's values are averaged in factors, or without any.
+class Section(NamedTuple):
+    """Some matrices of a bucket, which are computed while those of other sections are sent.
 
     Attributes:
-        arrangement: Which of them have factors.
+        arrangement: Which values have factors.
         plans: Of the mean of the left factors and the rest, and of that of the right factors, if there are
             any.
-        rest_plan: Of the mean of what factors leave out; ``None``: it is not sent.
     """
 
     arrangement: Arrangement
     plans: Sequence[Plan]
+
+
+class Way(NamedTuple):
+    """How a bucket's values are averaged in factors, or without any.
+
+    Attributes:
+        sections: All of them.
+        rest_plan: Of the mean of what factors leave out; ``None``: it is not sent.
+    """
+
+    sections: Sequence[Section]
     rest_plan: Plan | None
+
+    @property
+    def matrix_lengths(self) -> list[int]:
+        """The number of values of each section's matrices."""
+        return [sum(section.arrangement.matrix_lengths) for section in self.sections]
+
+    @property
+    def plans(self) -> list[Plan]:
+        """All plans."""
+        plans = [plan for section in self.sections for plan in section.plans]
+        return plans if self.rest_plan is None else [*plans, self.rest_plan]
 
 
 class LowRankPlan(NamedTuple):
@@ -220,8 +241,8 @@ class LowRank(Average):
         }
         without_factors = Arrangement((), (Span(0, count),))
         ways = [
-            Way(one, self._plans_of(group, one, in_fp32), rest)
-            for one, rest in ((without_factors, None), (arrangement, rest_plan))
+            Way([Section(one, self._plans_of(group, one, in_fp32)) for one in sections], rest)
+            for sections, rest in (([without_factors], None), (arrangement.in_sections(), rest_plan))
         ]
         return LowRankPlan(slots, *ways)
 
@@ -249,23 +270,32 @@ class LowRank(Average):
         return LowRankTask(plan.warming_up if warms_up else plan.warm, residuals, not_finite, label)
 
     def _average(self, group: dist.ProcessGroup, values: Values, task: LowRankTask) -> Parts[tuple[int, int]]:
-        arrangement, plans, rest_plan = task.way
-        left_over = None
-        if rest_plan is not None:
-            length = sum(arrangement.matrix_lengths)
-            left_over = torch.empty(length, dtype=torch.bfloat16, device=values.device)
-        factors = _factors_of(values, arrangement, task.residuals, left_over)
-        lost = yield from self._mean(group, factors.left_row(), task, plans[0])
+        way, left_over = task.way, None
+        if way.rest_plan is not None:
+            left_over = torch.empty(sum(way.matrix_lengths), dtype=torch.bfloat16, device=values.device)
+        factors = _factors_of(values, way, task.residuals, left_over)
+        yield from exchange.together(
+            self._average_section(group, one, section, task._replace(label=hash((task.label, number))))
+            for number, (one, section) in enumerate(zip(factors, way.sections, strict=True))
+        )
+        if left_over is not None and way.rest_plan is not None:
+            row = left_over.float()
+            lost = yield from self._mean(group, row, task, way.rest_plan, task.residuals)
+            of_sections = [torch.split(one, way.matrix_lengths) for one in (row, lost)]
+            for one, rest, error in zip(factors, *of_sections, strict=True):
+                one.add(rest, error)
+        sent = sum(plan.bytes_sent for plan in way.plans)
+        return sent, sum(plan.bytes_between_hosts for plan in way.plans)
+
+    def _average_section(
+        self, group: dist.ProcessGroup, factors: Factors, section: Section, task: LowRankTask
+    ) -> exchange.Exchange:
+        """Average the factors of a section, and write the mean."""
+        lost = yield from self._mean(group, factors.left_row(), task, section.plans[0])
         right_row = factors.right_row(lost)
         if len(right_row):
-            lost = yield from self._mean(group, right_row, task, plans[1])
+            lost = yield from self._mean(group, right_row, task, section.plans[1])
             factors.restore(lost)
-        if left_over is not None and rest_plan is not None:
-            row = left_over.float()
-            lost = yield from self._mean(group, row, task, rest_plan, task.residuals)
-            factors.add(row, lost)
-        made = [*plans, *filter(None, [rest_plan])]
-        return sum(plan.bytes_sent for plan in made), sum(plan.bytes_between_hosts for plan in made)
 
     def _mean(
         self,
@@ -333,10 +363,12 @@ def _fill(owner: int, right: torch.Tensor) -> None:
 
 
 def _factors_of(
-    values: Values, arrangement: Arrangement, residuals: BucketResiduals, left_over: torch.Tensor | None
-) -> Factors:
-    """Return the average of a bucket that begins."""
-    lengths, kept = arrangement.right_lengths, residuals.slots.get("factor")
+    values: Values, way: Way, residuals: BucketResiduals, left_over: torch.Tensor | None
+) -> list[Factors]:
+    """Return the averages of the sections of a bucket that begins."""
+    arrangements = [section.arrangement for section in way.sections]
+    lengths = [length for one in arrangements for length in one.right_lengths]
+    kept = residuals.slots.get("factor")
     residual, new_residual = residuals.span("own", 0, values.count)
     if new_residual is None:  # nothing is kept of this bucket
         new_residual = torch.empty(values.count, dtype=torch.bfloat16, device=values.device)
@@ -348,4 +380,16 @@ def _factors_of(
         for part in torch.split(right, lengths) if lengths else ():
             _fill(0, part)
         next_right = right
-    return Factors(arrangement, values, residual, new_residual, right, next_right, left_over)
+    of_each = [sum(one.right_lengths) for one in arrangements]
+    left_overs: Sequence[torch.Tensor | None] = [None] * len(arrangements)
+    if left_over is not None:
+        left_overs = torch.split(left_over, way.matrix_lengths)
+    return [
+        Factors(arrangement, values, residual, new_residual, *rights, left)
+        for arrangement, rights, left in zip(
+            arrangements,
+            zip(torch.split(right, of_each), torch.split(next_right, of_each), strict=True),
+            left_overs,
+            strict=True,
+        )
+    ]

@@ -33,6 +33,12 @@ LEAST_REDUCTION = 2
 """A matrix has factors if they are so many times fewer numbers than it has. Below that, few bits send hardly
 more, and round only."""
 
+MOST_SECTIONS = 2
+"""Factors are averaged in so many sections: one is computed while another is sent."""
+
+LEAST_SECTION = 1 << 15
+"""The numbers in factors of a section, at least: with fewer, a message takes less time than its beginning."""
+
 
 @dataclass(frozen=True)
 class MatrixPart:
@@ -88,6 +94,17 @@ class Arrangement:
     def matrix_lengths(self) -> list[int]:
         """The number of values of each matrix."""
         return [len(one.span) for one in self.matrices]
+
+    def in_sections(self) -> list[Arrangement]:
+        """Return this in parts that send about the same, and not too little; the rest is in the first."""
+        sent = [one.rank * (one.rows + one.columns) for one in self.matrices]
+        count = max(1, min(MOST_SECTIONS, sum(sent) // LEAST_SECTION))
+        sections, before = [list[MatrixPart]() for _ in range(count)], 0
+        for part, length in zip(self.matrices, sent, strict=True):
+            sections[(before + length // 2) * count // sum(sent)].append(part)
+            before += length
+        first, *others = map(tuple, sections)
+        return [Arrangement(first, self.rest), *(Arrangement(some, ()) for some in others if some)]
 
 
 def matrix_shape(shape: Sequence[int], strides: Sequence[int] | None = None) -> tuple[int, int]:
