@@ -90,7 +90,8 @@ def _in_sections_and_alone(rank, options):
             for own, of_one in zip(alone, gradients, strict=True)
         ]
         equal += [torch.equal(mean, torch.cat(apart)), same_on_all_ranks(mean)]
-    return equal, len(state.average.decide(dist.group.WORLD, together.parameters(), [mean]).plan.warm.sections)
+    decided = state.average.decide(dist.group.WORLD, together.parameters(), [mean])
+    return equal, len(decided.plan.warm.sections)
 
 
 @pytest.mark.parametrize(("ranks", "residual_bits"), [(2, None), (2, 1), (3, None)])
