@@ -256,9 +256,7 @@ def main() -> None:
     peers = {"spmd_types": version("spmd_types")} if importlib.util.find_spec("spmd_types") else {}
     if importlib.util.find_spec(BEFORE):
         peers[BEFORE] = importlib.import_module(BEFORE).__version__
-    benchmark.run(
-        {"ms": cases, "links": links, "overlap": overlap}, facts=lambda _: {"peers": peers}, draw=draw
-    )
+    benchmark.run({"ms": cases, "links": links, "overlap": overlap}, facts={"peers": peers}, draw=draw)
 
 
 if __name__ == "__main__":

@@ -87,8 +87,7 @@ def relative_errors(options: Namespace) -> Iterator[Found]:
         yield ("relative_error", size), errors
 
 
-def main() -> None:
-    """Run the chosen parts."""
+if __name__ == "__main__":
     benchmark = Benchmark(__file__, __doc__, repeats=21)
     benchmark.parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4])
     benchmark.run(
@@ -98,9 +97,5 @@ def main() -> None:
             "error": relative_errors,
             "hosts": lambda o: times_of_hooks(sides, "hosts", ["1gbit"], o.world_sizes, o.repeats),
         },
-        facts=lambda _: {"bucket_mib": ELEMENTS * 4 / 2**20, "error_scales": ERROR_SCALES},
+        facts={"bucket_mib": ELEMENTS * 4 / 2**20, "error_scales": ERROR_SCALES},
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -152,13 +152,8 @@ def cases(options: Namespace) -> Iterator[Found]:
             yield ("us_per_tensor", batch_name, task), times
 
 
-def main() -> None:
-    """Measure everything, print and store it."""
+if __name__ == "__main__":
     torch.set_num_threads(1)
     peers = {name: version(name) for name in ("optree", "lightning-utilities", "accelerate")}
     benchmark = Benchmark(__file__, __doc__, repeats=300)
-    benchmark.run({"us_per_tensor": cases}, facts=lambda _: {"peers": peers})
-
-
-if __name__ == "__main__":
-    main()
+    benchmark.run({"us_per_tensor": cases}, facts={"peers": peers})

@@ -188,14 +188,9 @@ def theirs_of(name: str) -> str:
     return name.replace("ours: affine", f"{PYTORCH}:")
 
 
-def main() -> None:
-    """Measure, print, store."""
+if __name__ == "__main__":
     benchmark = Benchmark(__file__, __doc__)
     benchmark.parser.add_argument("--mib", type=int, nargs="+", default=[256, 25, 1])
     benchmark.parser.add_argument("--milliseconds", type=float, default=100.0, help="of calls, for each row")
     facts = {"gpu": gpu_name(), "kernels": kernels.describe().splitlines()}
-    benchmark.run({"buckets": buckets}, facts=lambda _: facts)
-
-
-if __name__ == "__main__":
-    main()
+    benchmark.run({"buckets": buckets}, facts=facts)

@@ -236,8 +236,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-def main() -> None:
-    """Train, print and store."""
+if __name__ == "__main__":
     benchmark = Benchmark(__file__, __doc__)
     help_ = f"a multiple of {EVERY}, at least {4 * EVERY}"
     benchmark.parser.add_argument("--steps", type=int, default=240, help=help_)
@@ -245,19 +244,13 @@ def main() -> None:
     torch.set_num_threads(1)  # as in the ranks
     benchmark.run(
         {"configurations": compare},
-        facts=lambda options: {
+        facts={
             "kernels": kernels.describe().splitlines()[0],
             "ranks": RANKS,
             "inner_steps_per_outer_step": EVERY,
             "streaming": {"fragments": FRAGMENTS, "delay": DELAY},
-            "steps": options.steps,
-            "seeds": options.seeds,
             "parameters": sum(parameter.numel() for parameter in Language().model().parameters()),
             "training": f"means of {EVERY} steps and of all seeds",
         },
         draw=draw,
     )
-
-
-if __name__ == "__main__":
-    main()

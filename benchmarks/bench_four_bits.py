@@ -289,17 +289,9 @@ def _over_seeds(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measure, print and store."""
+if __name__ == "__main__":
     benchmark = Benchmark(__file__, __doc__)
     benchmark.parser.add_argument("--steps", type=int, default=300, help=f"more than {EVERY}")
     benchmark.parser.add_argument("--seeds", type=int, default=3)
     torch.set_num_threads(1)
-    benchmark.run(
-        {name: partial(compare, name) for name in TASKS},
-        facts=lambda options: {"ranks": RANKS, "steps": options.steps, "seeds": options.seeds},
-    )
-
-
-if __name__ == "__main__":
-    main()
+    benchmark.run({name: partial(compare, name) for name in TASKS}, facts={"ranks": RANKS})

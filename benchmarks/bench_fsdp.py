@@ -11,22 +11,19 @@ direction, headers and acknowledgments included, for each parameter. Writes resu
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from drawing import bars_of, draw_bars
-from harness import Benchmark, Found, bytes_on_link, in_turns, load, print_times, slowest
-from rank_processes import on_ranks
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from fsdp_steps import BATCH, PARAMETERS, RATES, model, times_of
+from harness import Benchmark, Found, load, print_times
+from torch.distributed.device_mesh import init_device_mesh
 
 from ddp_quant_hooks import QuantizedAllreduceState
 from ddp_quant_hooks.fsdp import quantize_all_reduce, quantize_reduce_scatter
 
-LAYERS, WIDTH, BATCH = 8, 1024, 64
-PARAMETERS = LAYERS * (WIDTH + 1) * WIDTH
 NATIVE = "native HSDP, fp32"
 NATIVE_FULL = "native, sharded over all ranks, fp32"
 SIDES: dict[str, dict[str, Any]] = {
@@ -39,19 +36,6 @@ FULL_SIDES: dict[str, dict[str, Any]] = {
     "ours, sharded over all ranks: 8 bits": {},
     "ours, sharded over all ranks: 4 bits": {"bits": 4},
 }
-PASSES = 3
-"""Passes whose bytes are counted together."""
-RATES = {"1gbit": "1 Gbit/s", "200mbit": "0.2 Gbit/s"}
-PLACEMENT = (0, 0, 1, 1)
-
-
-def model(mesh: DeviceMesh) -> torch.nn.Module:
-    """Return the model, sharded layer by layer."""
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(torch.nn.Sequential(*layers), mesh=mesh)
 
 
 def models() -> dict[str, torch.nn.Module]:
@@ -69,43 +53,22 @@ def models() -> dict[str, torch.nn.Module]:
     return found
 
 
-def measure(rank: int, repeats: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return the seconds of each side's passes, and its bytes for each parameter on this host's link."""
-    sharded = models()
-    batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(rank))
-
-    def both_passes(model: torch.nn.Module) -> Callable[[], None]:
-        return lambda: model(batch).square().mean().backward()
-
-    sides = {name: both_passes(model) for name, model in sharded.items()}
-    seconds = in_turns(sides, repeats, prepare=lambda name: sharded[name].zero_grad())
-    # The gradients of all counted passes add up, which changes no byte.
-    moved = {name: bytes_on_link(both, PASSES) / PARAMETERS for name, both in sides.items()}
-    return seconds, moved
-
-
 def native_of(side: str) -> str:
     """Return the side without our hooks that shards in the same way."""
     return NATIVE_FULL if side in (NATIVE_FULL, *FULL_SIDES) else NATIVE
 
 
-def times_of(rate: str, repeats: int) -> dict[str, Any]:
+def times(rate: str, repeats: int) -> dict[str, Any]:
     """Return times and bytes with one rate of the links."""
-    ranks = on_ranks(measure, 4, repeats, rate=rate, placement=PLACEMENT)
-    times = slowest([seconds for seconds, _ in ranks])
-    for name, entry in times.items():
-        entry["bytes_a_parameter"] = round(max(moved[name] for _, moved in ranks), 2)
-    return times
+    return times_of(models, native_of, rate=rate, repeats=repeats)
 
 
 def cases(options: Namespace) -> Iterator[Found]:
     """Measure with each rate of the links."""
     for rate, title in RATES.items():
-        times = times_of(rate, options.repeats)
-        for name, entry in times.items():
-            entry["times_faster"] = round(times[native_of(name)]["median_ms"] / entry["median_ms"], 2)
-        print_times(f"2 hosts of 2 ranks, {title}, load {load()}", times, native_of)
-        yield ("times", rate), times
+        found = times(rate, options.repeats)
+        print_times(f"2 hosts of 2 ranks, {title}, load {load()}", found, native_of)
+        yield ("times", rate), found
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -114,8 +77,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     draw_bars(panels, "ms", path, title="Forward and backward with FSDP2, two emulated hosts of two ranks")
 
 
-def main() -> None:
-    """Measure, print, store and draw."""
+if __name__ == "__main__":
     facts = {
         "hosts": 2,
         "ranks_per_host": 2,
@@ -123,8 +85,4 @@ def main() -> None:
         "batch": BATCH,
         "load_average_before": load(),
     }
-    Benchmark(__file__, __doc__, repeats=15).run({"times": cases}, facts=lambda _: facts, draw=draw)
-
-
-if __name__ == "__main__":
-    main()
+    Benchmark(__file__, __doc__, repeats=15).run({"times": cases}, facts=facts, draw=draw)

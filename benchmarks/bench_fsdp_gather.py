@@ -13,7 +13,6 @@ results/fsdp_gather.json and .png.
 
 from __future__ import annotations
 
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,9 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from drawing import bars_of, draw_bars
-from harness import Benchmark, Found, bytes_on_link, in_turns, load, print_times, slowest, spread
+from fsdp_steps import BATCH, PARAMETERS, RATES, WIDTH, model, times_of
+from harness import Benchmark, Found, in_turns, load, print_times, slowest, spread
 from rank_processes import on_ranks
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ddp_quant_hooks import QuantizedAllreduceState
@@ -34,11 +34,6 @@ from ddp_quant_hooks.fsdp.gather_plan import Route, ShardFormat, plan_route, sha
 from ddp_quant_hooks.kernels import Layout
 from dist_utils import start_messages
 
-LAYERS, WIDTH, BATCH = 8, 1024, 64
-PARAMETERS = LAYERS * (WIDTH + 1) * WIDTH
-PASSES = 2
-"""Passes whose bytes are counted together."""
-RATES = {"1gbit": "1 Gbit/s", "200mbit": "0.2 Gbit/s"}
 PLACEMENTS = {"2 hosts of 2 ranks": (0, 0, 1, 1), "4 hosts of 1 rank": (0, 1, 2, 3)}
 NATIVE = "native FSDP2, fp32"
 RESHARDED = "resharded to 2 ranks"
@@ -74,16 +69,7 @@ CALLS = {
 }
 
 
-def model(mesh: DeviceMesh, reshard: int | bool = True) -> torch.nn.Module:
-    """Return the model, sharded layer by layer."""
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    return fully_shard(torch.nn.Sequential(*layers), mesh=mesh)
-
-
-def sides(names: list[str]) -> dict[str, torch.nn.Module]:
+def models(names: list[str]) -> dict[str, torch.nn.Module]:
     """Return the models of some sides."""
     mesh, found = init_device_mesh("cpu", (4,)), {}
     for name in names:
@@ -95,40 +81,20 @@ def sides(names: list[str]) -> dict[str, torch.nn.Module]:
     return found
 
 
-def measure(rank: int, repeats: int, names: list[str]) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return the seconds of each side's passes, and its bytes for each parameter on this host's link."""
-    models = sides(names)
-    batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(rank))
-
-    def both_passes(net: torch.nn.Module) -> Callable[[], None]:
-        return lambda: net(batch).square().mean().backward()
-
-    passes = {name: both_passes(net) for name, net in models.items()}
-    seconds = in_turns(passes, repeats, warm_up=1, prepare=lambda name: models[name].zero_grad())
-    # The gradients of all counted passes add up, which changes no byte.
-    moved = {name: bytes_on_link(both, PASSES) / PARAMETERS for name, both in passes.items()}
-    return seconds, moved
-
-
-def times_of(rate: str, repeats: int, where: str, names: Sequence[str] = tuple(SIDES)) -> dict[str, Any]:
+def times(rate: str, repeats: int, where: str, names: Sequence[str] = tuple(SIDES)) -> dict[str, Any]:
     """Return times and bytes of some sides with one rate of the links and one placement."""
     inside = where != "4 hosts of 1 rank"
-    names = [name for name in names if inside or RESHARDED not in name]
-    ranks = on_ranks(measure, 4, repeats, names, rate=rate, placement=PLACEMENTS[where])
-    times = slowest([seconds for seconds, _ in ranks])
-    for name, entry in times.items():
-        entry["bytes_a_parameter"] = round(max(moved[name] for _, moved in ranks), 2)
-        entry["times_faster"] = round(times[NATIVE]["median_ms"] / entry["median_ms"], 2)
-    return times
+    make = partial(models, [name for name in names if inside or RESHARDED not in name])
+    return times_of(make, lambda _: NATIVE, rate=rate, repeats=repeats, placement=PLACEMENTS[where])
 
 
 def cases(rate: str, where: str, options: Namespace) -> Iterator[Found]:
     """Measure with one rate of the links and one placement."""
-    times = times_of(rate, options.repeats, where)
-    print_times(f"{where}, {RATES[rate]}, load {load()}", times, NATIVE)
-    for name, entry in times.items():
+    found = times(rate, options.repeats, where)
+    print_times(f"{where}, {RATES[rate]}, load {load()}", found, NATIVE)
+    for name, entry in found.items():
         print(f"  {name:<48}{entry['bytes_a_parameter']:6.2f} bytes a parameter")
-    yield ("times", where, rate), times
+    yield ("times", where, rate), found
 
 
 def measure_small(_: int, repeats: int) -> dict[str, list[float]]:
@@ -152,13 +118,10 @@ def measure_small(_: int, repeats: int) -> dict[str, list[float]]:
 def small(options: Namespace) -> Iterator[Found]:
     """Measure gathers of small modules on loopback."""
     for ranks in (2, 4):
-        times = slowest(on_ranks(measure_small, ranks, 4 * options.repeats))
-        print_times(
-            f"10 gathers of a module, {ranks} ranks, load {load()}",
-            times,
-            lambda name: f"{name.split(',')[0]}, native",
-        )
-        yield ("small", ranks), times
+        found = slowest(on_ranks(measure_small, ranks, 4 * options.repeats))
+        title = f"10 gathers of a module, {ranks} ranks, load {load()}"
+        print_times(title, found, lambda name: f"{name.split(',')[0]}, native")
+        yield ("small", ranks), found
 
 
 def gather_messages(route: Route, form: ShardFormat, shard: torch.Tensor, output: torch.Tensor) -> None:
@@ -226,13 +189,10 @@ def inside(options: Namespace) -> Iterator[Found]:
     """Measure what the ranks of a host send each other."""
     for where, (hosts, rate) in INSIDE.items():
         ranks = on_ranks(measure_inside, len(hosts), 10 * options.repeats, hosts, rate=rate, placement=hosts)
-        times = slowest(ranks)
-        print_times(
-            f"a module of {WIDTH} x {WIDTH}, {where}, load {load()}",
-            times,
-            lambda name: f"messages of 8 bits, {name.split(', ')[1]}",
-        )
-        yield ("inside", where), times
+        found = slowest(ranks)
+        title = f"a module of {WIDTH} x {WIDTH}, {where}, load {load()}"
+        print_times(title, found, lambda name: f"messages of 8 bits, {name.split(', ')[1]}")
+        yield ("inside", where), found
 
 
 def calls(options: Namespace) -> Iterator[Found]:
@@ -245,12 +205,9 @@ def calls(options: Namespace) -> Iterator[Found]:
         output, order = torch.empty(ranks * shard.numel(), dtype=torch.bfloat16), tuple(range(ranks))
         for row in memory.view(ranks, -1):
             form.encode(shard, row)
-        times = []
-        for _ in range(10 * options.repeats):
-            began = time.perf_counter()
-            form.decode(memory, order, output)
-            times.append(1e3 * (time.perf_counter() - began))
-        entry = {"runs": len(form.runs), "values": output.numel(), **spread(times)}
+        decode = partial(form.decode, memory, order, output)
+        seconds = in_turns({"decode": decode}, 10 * options.repeats)["decode"]
+        entry = {"runs": len(form.runs), "values": output.numel(), **spread([1e3 * one for one in seconds])}
         print(f"{name}: {entry}")
         yield ("calls", name), entry
 
@@ -266,8 +223,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         draw_bars(panels, "ms", path, title="Forward and backward with FSDP2, emulated hosts")
 
 
-def main() -> None:
-    """Measure, print, store and draw."""
+if __name__ == "__main__":
     parts = {
         f"{len(set(PLACEMENTS[where]))}-hosts-{rate}": partial(cases, rate, where)
         for where in PLACEMENTS
@@ -275,9 +231,5 @@ def main() -> None:
     }
     facts = {"parameters": PARAMETERS, "batch": BATCH}
     Benchmark(__file__, __doc__, repeats=5).run(
-        {**parts, "small": small, "calls": calls, "inside": inside}, facts=lambda _: facts, draw=draw
+        {**parts, "small": small, "calls": calls, "inside": inside}, facts=facts, draw=draw
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -151,11 +151,6 @@ def losses(_: Namespace) -> Iterator[Found]:
         yield ("losses", kind), entry
 
 
-def main() -> None:
-    """Train, print and store."""
-    facts = {"seeds": SEEDS, "steps": STEPS, "steps_before_tuning": BEFORE, "steps_of_tuning": TUNING}
-    Benchmark(__file__, __doc__).run({"losses": losses}, facts=lambda _: facts)
-
-
 if __name__ == "__main__":
-    main()
+    facts = {"seeds": SEEDS, "steps": STEPS, "steps_before_tuning": BEFORE, "steps_of_tuning": TUNING}
+    Benchmark(__file__, __doc__).run({"losses": losses}, facts=facts)

@@ -172,13 +172,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     draw_bars(panels, "MiB", path, title=title, ranges="least and most")
 
 
-def main() -> None:
-    """Run the requested parts."""
+if __name__ == "__main__":
     benchmark = Benchmark(__file__, __doc__)
     benchmark.parser.add_argument("--runs", type=int, default=3, help="runs of every side, for peaks")
     parts = {"peaks": all_peaks, "limit": find_limit}
-    benchmark.run(parts, facts=lambda _: {"model_mib": MODEL}, draw=draw)
-
-
-if __name__ == "__main__":
-    main()
+    benchmark.run(parts, facts={"model_mib": MODEL}, draw=draw)

@@ -249,16 +249,9 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-def main() -> None:
-    """Measure, print, store and draw."""
+if __name__ == "__main__":
     benchmark = Benchmark(__file__, __doc__, repeats=15)
     add = benchmark.parser.add_argument
     add("--placements", nargs="+", default=PLACEMENTS, help="the host of each rank, as digits")
     add("--rates", nargs="+", default=RATES, help="of each link, as for tc")
-    benchmark.run(
-        {"bytes": all_bytes, "times": all_times}, facts=lambda _: {"bucket_values": VALUES}, draw=draw
-    )
-
-
-if __name__ == "__main__":
-    main()
+    benchmark.run({"bytes": all_bytes, "times": all_times}, facts={"bucket_values": VALUES}, draw=draw)

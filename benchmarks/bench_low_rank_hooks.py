@@ -97,11 +97,6 @@ def all_memory(options: Namespace) -> Iterator[Found]:  # noqa: ARG001
         yield ("bytes_a_parameter", name), {"kept": round(kept, 2), "peak": round(peak, 2)}
 
 
-def main() -> None:
-    """Run the chosen parts."""
+if __name__ == "__main__":
     benchmark = Benchmark(__file__, __doc__, repeats=21)
     benchmark.run({"times": all_times, "memory": all_memory})
-
-
-if __name__ == "__main__":
-    main()

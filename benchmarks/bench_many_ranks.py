@@ -95,12 +95,7 @@ def counted(_: Namespace) -> Iterator[Found]:
         yield ("counted", f"{ranks} ranks, {hosts} hosts"), found
 
 
-def main() -> None:
-    """Measure, print and store."""
+if __name__ == "__main__":
     benchmark = Benchmark(__file__, __doc__, repeats=9)
     benchmark.parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4, 8, 16])
     benchmark.run({"cases": cases, "counted": counted})
-
-
-if __name__ == "__main__":
-    main()

@@ -177,15 +177,10 @@ def exchanges_of(exchanges: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Run the requested parts."""
+if __name__ == "__main__":
     benchmark = Benchmark(__file__, __doc__, repeats=31)
     add = benchmark.parser.add_argument
     add("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     add("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     add("--budget", type=float, default=40.0)
-    benchmark.run({"advice": advice, "estimates": estimates}, facts=lambda o: {"budget": o.budget})
-
-
-if __name__ == "__main__":
-    main()
+    benchmark.run({"advice": advice, "estimates": estimates})

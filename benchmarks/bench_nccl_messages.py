@@ -76,12 +76,7 @@ def cases(options: Namespace) -> Iterator[Found]:
         yield ("us of the host", f"{world_size} ranks"), found
 
 
-def main() -> None:
-    """Measure, print, store."""
+if __name__ == "__main__":
     benchmark = Benchmark(__file__, __doc__, repeats=60)
     benchmark.parser.add_argument("--world-size", type=int, nargs="+", default=[2, 4, 8])
-    benchmark.run({"us of the host": cases}, facts=lambda _: {"gpu": gpu_name()})
-
-
-if __name__ == "__main__":
-    main()
+    benchmark.run({"us of the host": cases}, facts={"gpu": gpu_name()})

@@ -290,8 +290,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     draw_bars(panels, "ms", path, title="A training step with AdamW, 60 MB of parameters")
 
 
-def main() -> None:
-    """Run the requested parts."""
+if __name__ == "__main__":
     benchmark = Benchmark(__file__, __doc__, repeats=41)
     add = benchmark.parser.add_argument
     add("--models", nargs="+", default=list(BUCKETS), choices=list(BUCKETS))
@@ -299,7 +298,3 @@ def main() -> None:
     add("--batches", type=int, nargs="+", help="rows; default: 8, and for stacks on loopback also 64")
     parts = {where: partial(whole_steps, where) for where in CASES}
     benchmark.run({**parts, "hooks": hooks, "launch": launch}, draw=draw)
-
-
-if __name__ == "__main__":
-    main()

@@ -330,24 +330,11 @@ def draw(results: dict[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-def main() -> None:
-    """Measure, print and store."""
+if __name__ == "__main__":
     benchmark = Benchmark(__file__, __doc__)
     benchmark.parser.add_argument("--seeds", type=int, default=3)
     benchmark.parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4, 8, 32])
     torch.set_num_threads(1)  # for the same sums, and so the same errors, on every machine
     description = kernels.describe()
     print(description)
-    benchmark.run(
-        {"schemes": schemes},
-        facts=lambda options: {
-            "kernels": description.splitlines()[0],
-            "seeds": options.seeds,
-            "world_sizes": options.world_sizes,
-        },
-        draw=draw,
-    )
-
-
-if __name__ == "__main__":
-    main()
+    benchmark.run({"schemes": schemes}, facts={"kernels": description.splitlines()[0]}, draw=draw)

@@ -244,25 +244,18 @@ def draw(results: dict[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-def main() -> None:
-    """Train, print and store."""
+if __name__ == "__main__":
     benchmark = Benchmark(__file__, __doc__)
     benchmark.parser.add_argument("--steps", type=int, default=500, help=f"at least {THIN}")
     benchmark.parser.add_argument("--seeds", type=int, default=3)
     torch.set_num_threads(1)  # as in the ranks
     benchmark.run(
         {name: partial(compare, name) for name in TASKS},
-        facts=lambda options: {
+        facts={
             "kernels": kernels.describe().splitlines()[0],
             "ranks": RANKS,
             "bucket_cap_mb": BUCKET_MB,
-            "steps": options.steps,
-            "seeds": options.seeds,
             "curves": f"means of {THIN} steps up to each of curve_steps, and of all seeds",
         },
         draw=draw,
     )
-
-
-if __name__ == "__main__":
-    main()

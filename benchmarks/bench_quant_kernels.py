@@ -92,13 +92,8 @@ def kernels_alone(options: Namespace) -> Iterator[Found]:
         yield ("kernels", name), entry
 
 
-def main() -> None:
-    """Measure, print, store."""
+if __name__ == "__main__":
     torch.set_num_threads(1)
     benchmark = Benchmark(__file__, __doc__, repeats=101)
     benchmark.parser.add_argument("--mib", type=int, default=25)
-    benchmark.run({"kernels": kernels_alone}, facts=lambda options: {"bucket_mib": options.mib})
-
-
-if __name__ == "__main__":
-    main()
+    benchmark.run({"kernels": kernels_alone})

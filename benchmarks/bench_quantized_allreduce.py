@@ -114,8 +114,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     draw_bars(panels, "ms", path, title="Averaging a bucket of 25 MiB")
 
 
-def main() -> None:
-    """Run the chosen parts."""
+if __name__ == "__main__":
     benchmark = Benchmark(__file__, __doc__, repeats=21)
     benchmark.parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4])
     measured = (PLAIN, HALF, *STATES, *AFFINE)
@@ -126,10 +125,6 @@ def main() -> None:
             "memory": lambda o: memory_of_hooks(hooks, measured, o.world_sizes),
             "hosts": lambda o: times_of_hooks(hooks, "hosts", RATES, o.world_sizes, o.repeats),
         },
-        facts=lambda _: {"bucket_mib": ELEMENTS * 4 / 2**20},
+        facts={"bucket_mib": ELEMENTS * 4 / 2**20},
         draw=draw,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -65,11 +65,6 @@ def sums(_: Namespace) -> Iterator[Found]:
             yield ("relative_error", *keys), found
 
 
-def main() -> None:
-    """Measure and write the results."""
-    torch.set_num_threads(1)
-    Benchmark(__file__, __doc__).run({"sums": sums}, facts=lambda _: {"values": VALUES})
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    Benchmark(__file__, __doc__).run({"sums": sums}, facts={"values": VALUES})

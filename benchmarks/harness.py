@@ -25,6 +25,9 @@ from machine import describe_machine, describe_tree
 
 RESULTS = Path(__file__).parent / "results"
 
+_NO_FACTS = {"output", "parts", "plot"}
+"""Options that say nothing of what was measured."""
+
 Found: TypeAlias = tuple[tuple[Any, ...], Any]
 """The keys that lead to an entry of a result file, and the entry."""
 Part: TypeAlias = Callable[[argparse.Namespace], Iterable[Found]]
@@ -100,14 +103,14 @@ class Benchmark:
         self,
         parts: Mapping[str, Part],
         *,
-        facts: Callable[[argparse.Namespace], Mapping[str, Any]] = lambda _: {},
+        facts: Mapping[str, Any] | None = None,
         draw: Callable[[dict[str, Any], Path], None] | None = None,
     ) -> None:
         """Measure the parts that the command line names, or all, and store and draw them.
 
         Args:
             parts: The parts by name.
-            facts: Maps the options to more facts for the head of the result file.
+            facts: More for the head of the result file, which also has the options.
             draw: Draws the results into a file.
         """
         self.parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; default: all")
@@ -120,9 +123,8 @@ class Benchmark:
             self.parser.error("--repeats must be at least 2, for the quartiles")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # ranks warn when a private group ends
         only_plot = getattr(options, "plot", False)
-        head = {**describe_machine(), "tree": describe_tree(), **facts(options)}
-        if "repeats" in options:
-            head["repeats"] = options.repeats
+        chosen_options = {key: value for key, value in vars(options).items() if key not in _NO_FACTS}
+        head = {**describe_machine(), "tree": describe_tree(), **(facts or {}), **chosen_options}
         results = Results(options.output, head, fresh=self._everything(options))
         chosen = [] if only_plot else options.parts or parts
         skipped = [name for name in chosen if not results.take(name, parts[name](options))]

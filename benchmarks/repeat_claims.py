@@ -78,14 +78,14 @@ def overlapped_steps() -> dict[str, Any]:
 
 def sharded_steps() -> dict[str, Any]:
     """Train a model of FSDP2 on two hosts of two ranks."""
-    return {"times": {"1gbit": _bench("fsdp").times_of("1gbit", 7)}}
+    return {"times": {"1gbit": _bench("fsdp").times("1gbit", 7)}}
 
 
 def gathered_steps() -> dict[str, Any]:
     """Gather FSDP2's parameters in few bits on two hosts of two ranks."""
     where, names = "2 hosts of 2 ranks", ("native FSDP2, fp32", "both in 8 bits")
     names += ("both in 8 bits, kept for backward",)
-    return {"times": {where: {"1gbit": _bench("fsdp_gather").times_of("1gbit", 7, where, names)}}}
+    return {"times": {where: {"1gbit": _bench("fsdp_gather").times("1gbit", 7, where, names)}}}
 
 
 def walks() -> dict[str, Any]:

@@ -103,10 +103,26 @@ class Job:
 
     def steps(self, count=3, forward=None):
         """Train as usual, or with another forward pass."""
-        for _ in range(count):
-            self.optimizer.zero_grad()
+        for _ in self.rounds(count):
             self.backward(forward)
+
+    def rounds(self, count=3):
+        """Step after what is done in each of several rounds."""
+        for number in range(count):
+            self.optimizer.zero_grad()
+            yield number
             self.optimizer.step()
+
+    def closure(self, forward, batch=None):
+        """Return a closure for the optimizer, with a batch that stays or a new one each time."""
+
+        def run():
+            self.optimizer.zero_grad()
+            loss = forward(self.batch() if batch is None else batch)
+            loss.backward()
+            return loss
+
+        return run
 
     def backward(self, forward=None):
         loss = (self.ddp if forward is None else forward)(self.batch())
@@ -222,14 +238,7 @@ def a_local_pass_after_the_averaged_one(job):
 @told("a forward pass of ddp.module")
 def a_closure(job):
     job.make().steps()
-
-    def closure():
-        job.optimizer.zero_grad()
-        loss = job.net(job.batch())
-        loss.backward()
-        return loss
-
-    job.optimizer.step(closure)
+    job.optimizer.step(job.closure(job.net))
 
 
 @told("a forward pass of ddp.module")
@@ -269,46 +278,38 @@ def an_ordinary_loop(job):
 @legal
 def accumulation(job):
     job.make()
-    for _ in range(3):
-        job.optimizer.zero_grad()
+    for _ in job.rounds():
         for _ in range(2):
             with job.ddp.no_sync():
                 job.backward()
         job.backward()
-        job.optimizer.step()
 
 
 @legal
 def accumulation_by_the_attribute(job):
     job.make()
-    for _ in range(3):
-        job.optimizer.zero_grad()
+    for _ in job.rounds():
         for last in (False, True):
             job.ddp.require_backward_grad_sync = last
             job.backward()
-        job.optimizer.step()
 
 
 @legal
 def a_local_pass_before_the_averaged_one(job):
     job.make()
-    for _ in range(3):
-        job.optimizer.zero_grad()
+    for _ in job.rounds():
         job.backward(job.net)
         job.backward()
-        job.optimizer.step()
 
 
 @legal
 def a_forward_inside_no_sync_before_the_averaged_pass(job):
     job.make()
-    for _ in range(3):
-        job.optimizer.zero_grad()
+    for _ in job.rounds():
         with job.ddp.no_sync():
             loss = job.ddp(job.batch())
         loss.backward()
         job.backward()
-        job.optimizer.step()
 
 
 @legal
@@ -393,10 +394,8 @@ def a_static_graph_whose_first_pass_is_averaged(job):
 def _gan(job, judge_of):
     generator = Job(job.kind).make(nn.Linear(8, 8))
     job.make()
-    for _ in range(3):
-        job.optimizer.zero_grad()
+    for _ in job.rounds():
         job.backward()
-        job.optimizer.step()
         generator.optimizer.zero_grad()
         job.net.zero_grad()
         with job.pause():
@@ -433,24 +432,20 @@ def two_optimizers_of_one_model(job):
 @legal
 def several_averaged_passes(job):
     job.make()
-    for _ in range(3):
-        job.net.zero_grad()
+    for _ in job.rounds():
         with job.pause():
             job.backward()
             job.backward()
-        job.optimizer.step()
 
 
 @legal
 def gradients_averaged_by_hand(job):
     job.make()
-    for _ in range(3):
-        job.net.zero_grad()
+    for _ in job.rounds():
         with job.ddp.no_sync():
             job.backward()
         for parameter in job.net.parameters():
             dist.all_reduce(parameter.grad)
-        job.optimizer.step()
 
 
 @legal
@@ -483,12 +478,10 @@ def gradients_that_autograd_returns(job):
 @legal
 def a_penalty_of_gradients(job):
     job.make()
-    for _ in range(2):
-        job.optimizer.zero_grad()
+    for _ in job.rounds(2):
         batch = job.batch().requires_grad_()
         (slope,) = torch.autograd.grad(job.net(batch), batch, create_graph=True)
         (job.ddp(batch) + slope.square().sum()).backward()
-        job.optimizer.step()
 
 
 @legal
@@ -541,15 +534,8 @@ def a_layer_of_its_own_outside_of_ddp(job):
 @legal
 def a_closure_of_an_averaged_pass(job):
     job.make()
-
-    def closure():
-        job.optimizer.zero_grad()
-        loss = job.ddp(job.batch())
-        loss.backward()
-        return loss
-
     for _ in range(3):
-        job.optimizer.step(closure)
+        job.optimizer.step(job.closure(job.ddp))
 
 
 @legal
@@ -558,15 +544,7 @@ def several_closures(job):
         return  # refused
     make = lambda parameters, lr: torch.optim.LBFGS(parameters, lr=lr, max_iter=3)  # noqa: E731
     job.make(optimizer=make)
-    a_batch = job.batch()
-
-    def closure():
-        job.optimizer.zero_grad()
-        loss = job.ddp(a_batch)
-        loss.backward()
-        return loss
-
-    job.optimizer.step(closure)
+    job.optimizer.step(job.closure(job.ddp, job.batch()))
     sync_params_and_buffers(None, list(job.net.parameters()), 1 << 20, 0)  # ranks' own losses choose steps
 
 

@@ -51,10 +51,10 @@ def start_sum(
     values = flat_real(buffer)
     wire_dtype = wire_dtype or values.dtype
     if not state.sums_in_fp32(wire_dtype):
-        return all_reduce_sum(state.process_group, buffer, values, wire_dtype, state.clamp, divisor=divisor)
+        return all_reduce_sum(state, buffer, values, wire_dtype, divisor=divisor)
 
     def job(private_group: dist.ProcessGroup) -> torch.Tensor:
-        exchange_sum(private_group, values, wire_dtype, state.clamp, divisor=divisor, tag=tag)
+        exchange_sum(state, private_group, values, wire_dtype, divisor=divisor, tag=tag)
         return buffer
 
     return state.worker.submit(job, device=buffer.device, name=name)
@@ -66,11 +66,10 @@ def flat_real(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def all_reduce_sum(
-    group: dist.ProcessGroup,
+    state: CompressState,
     buffer: torch.Tensor,
     values: torch.Tensor,
     wire_dtype: torch.dtype,
-    clamp: Clamp | None,
     *,
     divisor: int,
 ) -> torch.futures.Future[torch.Tensor]:
@@ -79,12 +78,12 @@ def all_reduce_sum(
     With a clamp, every rank's share stays below 1/W of the range, so that no partial sum overflows. The
     future's value is ``buffer``.
     """
-    world_size = group.size()
+    group = state.process_group
     # Without a cast there is nothing to overlap with the wire.
-    most_bytes = values.nbytes if wire_dtype == values.dtype else world_size * _RING_PIECE_BYTES_PER_RANK
+    most_bytes = values.nbytes if wire_dtype == values.dtype else group.size() * _RING_PIECE_BYTES_PER_RANK
     arrivals = []
     for piece in _pieces(values, wire_dtype, most_bytes):
-        payload = encode(piece, world_size, wire_dtype, clamp, divisor=divisor, in_fp32=False)
+        payload = encode(state, piece, wire_dtype, divisor=divisor)
         work: Any = dist.all_reduce(payload, group=group, async_op=True)
 
         def decode(
@@ -112,10 +111,10 @@ def sparse_mean(group: dist.ProcessGroup, gradient: torch.Tensor) -> torch.futur
 
 
 def exchange_sum(
+    state: CompressState,
     group: dist.ProcessGroup,
     values: torch.Tensor,
     wire_dtype: torch.dtype,
-    clamp: Clamp | None,
     *,
     divisor: int,
     tag: int = 0,
@@ -125,15 +124,15 @@ def exchange_sum(
     A job for an OrderedWorker: two hops of messages where a ring has 2 (W - 1).
 
     Args:
+        state: How to sum.
         group: The ranks.
         values: A flat tensor.
         wire_dtype: The dtype that is sent.
-        clamp: Clamps shares and sums, if any.
         divisor: As for :func:`encode`.
         tag: Even; tells the messages of one kind of call from those of another.
     """
     exchanges = [
-        _exchange(group, piece, wire_dtype, clamp, divisor, tag + 2 * index)
+        _exchange(state, group, piece, wire_dtype, divisor, tag + 2 * index)
         for index, piece in enumerate(_pieces(values, wire_dtype, _EXCHANGE_PIECE_BYTES))
     ]
     while exchanges:  # one step of every piece: the first waits while the next are on the wire
@@ -141,15 +140,15 @@ def exchange_sum(
 
 
 def _exchange(
+    state: CompressState,
     group: dist.ProcessGroup,
     values: torch.Tensor,
     wire_dtype: torch.dtype,
-    clamp: Clamp | None,
     divisor: int,
     tag: int,
 ) -> Iterator[None]:
     """Sum one piece; pause whenever its messages are under way."""
-    payload = encode(values, group.size(), wire_dtype, clamp, divisor=divisor, in_fp32=True)
+    payload = encode(state, values, wire_dtype, divisor=divisor)
     shards = payload.tensor_split(group.size())
     own = shards[group.rank()]
     peers = [(group.rank() + step) % group.size() for step in range(1, group.size())]
@@ -158,7 +157,7 @@ def _exchange(
     arrivals = start_messages(group, receives=shares, sends=to_peers, tag=tag)
     yield
     _wait(arrivals)
-    _add(own, [share for _, share in shares], clamp)
+    _add(own, [share for _, share in shares], state.clamp)
     del shares  # their memory serves other pieces while the sums are under way
     sums = [(peer, own) for peer in peers]
     arrivals = start_messages(group, receives=to_peers, sends=sums, tag=tag + 1)
@@ -182,34 +181,27 @@ def _wait(arrivals: Sequence[Arrival]) -> None:
 
 
 def encode(
-    values: torch.Tensor,
-    world_size: int,
-    wire_dtype: torch.dtype,
-    clamp: Clamp | None,
-    *,
-    divisor: int,
-    in_fp32: bool,
+    state: CompressState, values: torch.Tensor, wire_dtype: torch.dtype, *, divisor: int
 ) -> torch.Tensor:
     """Return this rank's share of the sum: divided in full precision, clamped if wanted, then cast.
 
     Args:
+        state: How to sum.
         values: Divided in place, and their own share if they have the wire dtype.
-        world_size: How many shares are summed.
         wire_dtype: The dtype of the share.
-        clamp: Clamps, if any.
         divisor: The number of ranks, for a mean; 1 for a sum.
-        in_fp32: Whether shares are summed in fp32, so that they may be larger.
     """
     precision = torch.promote_types(values.dtype, wire_dtype)
     payload = values if wire_dtype == values.dtype else torch.empty_like(values, dtype=wire_dtype)
     share = values if precision == values.dtype else values.to(precision)
     if divisor != 1:
         share = share.div_(divisor)
-    if clamp is None:
+    if state.clamp is None:
         return payload.copy_(share)
-    fits = in_fp32 and fits_in_fp32(wire_dtype, world_size)
+    world_size = state.process_group.size()
+    fits = state.sums_in_fp32(wire_dtype) and fits_in_fp32(wire_dtype, world_size)
     limit = torch.finfo(wire_dtype).max if fits else largest_share(wire_dtype, world_size)
-    return payload.copy_(clamp(share, limit))
+    return payload.copy_(state.clamp(share, limit))
 
 
 def fits_in_fp32(dtype: torch.dtype, world_size: int) -> bool:

@@ -28,9 +28,8 @@ def average(
         average(state, group, torch.view_as_real(gradient), wire_dtype)
         return gradient
     wire_dtype = wire_dtype or gradient.dtype
-    in_fp32 = state.sums_in_fp32(wire_dtype)
-    share = encode(gradient, world_size, wire_dtype, state.clamp, divisor=world_size, in_fp32=in_fp32)
-    if in_fp32:
+    share = encode(state, gradient, wire_dtype, divisor=world_size)
+    if state.sums_in_fp32(wire_dtype):
         mean = _exchange_sums(share, group, state.clamp)
     else:
         mean = start_traceable_collective("all_reduce", share, "sum", group.group_name)()

@@ -49,12 +49,7 @@ def allreduce_hook(process_group: GroupOrState, bucket: GradBucket) -> torch.fut
     Example:
         >>> ddp.register_comm_hook(None, allreduce_hook)  # doctest: +SKIP
     """
-    state = as_state(process_group)
-    if state.wire_dtype is not None:
-        raise ValueError(
-            f"allreduce_hook does not compress, but the state's wire_dtype is {state.wire_dtype}"
-        )
-    return _average("allreduce_hook", state, bucket, None)
+    return _average("allreduce_hook", as_state(process_group), bucket, None)
 
 
 @world_by_default
@@ -174,7 +169,8 @@ def _average(
     Returns a future of the buffer; under ``torch.compile``, where nobody waits, the gradient.
     """
     if state.wire_dtype not in (None, wire_dtype):
-        raise ValueError(f"{name} sends {wire_dtype}, but the state's wire_dtype is {state.wire_dtype}")
+        sent = "gradients as they are" if wire_dtype is None else wire_dtype
+        raise ValueError(f"{name} sends {sent}, but the state's wire_dtype is {state.wire_dtype}")
     group = state.process_group
     if is_pair(bucket):
         gradient, _ = bucket

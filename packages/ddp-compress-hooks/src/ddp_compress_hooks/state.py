@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dist_utils import GroupLike
-from dist_utils.comm_hooks import Bucket, HookState, require_same_bucket, require_same_call
+from dist_utils import GroupLike, resolve_group
+from dist_utils.comm_hooks import HookState
 
 Accumulate: TypeAlias = Literal["wire", "fp32"]
 
@@ -98,22 +99,16 @@ class CompressState(HookState):
         return torch.where(excess, values.clamp(-limit, limit), values)
 
 
-class _DefaultState(CompressState):
-    """The options of a hook that was given a group. What ranks agree on is remembered for the group."""
-
-    def require_same_bucket(self, title: str, bucket: Bucket) -> None:
-        require_same_bucket(self.process_group, title, {}, bucket)
-
-    def require_same_call(
-        self, title: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor]
-    ) -> None:
-        require_same_call(self.process_group, title, terms, tensors)
-
-
 GroupOrState: TypeAlias = dist.ProcessGroup | DeviceMesh | CompressState | None
 """The first argument of every hook here."""
 
+_of_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, CompressState] = weakref.WeakKeyDictionary()
+"""The default options of groups that were given instead of a state, which remember what ranks agreed on."""
+
 
 def as_state(state: GroupOrState) -> CompressState:
-    """Return ``state`` itself, or a state with default options for the group that it names."""
-    return state if isinstance(state, CompressState) else _DefaultState(state)
+    """Return ``state`` itself, or the state with default options of the group that it names."""
+    if isinstance(state, CompressState):
+        return state
+    group = resolve_group(state)
+    return _of_groups.get(group) or _of_groups.setdefault(group, CompressState(group))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -136,18 +136,17 @@ def all_reduce(
     return _result(joined_future(arrivals or [completed_future(like)], filled, device), tensor)
 
 
-def _packs(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _packs(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Group tensors of one dtype and device into packs, in their order."""
-    pack: list[torch.Tensor] = []
+    packs: list[list[torch.Tensor]] = []
     nbytes = 0
     for tensor in tensors:
-        if pack and nbytes + tensor.nbytes > _PACK_BYTES:
-            yield pack
-            pack, nbytes = [], 0
-        pack.append(tensor)
+        if not packs or nbytes + tensor.nbytes > _PACK_BYTES:
+            packs.append([])
+            nbytes = 0
+        packs[-1].append(tensor)
         nbytes += tensor.nbytes
-    if pack:
-        yield pack
+    return packs
 
 
 def _start(state: CompressState, pack: list[torch.Tensor], *, mean: bool) -> _Future:

@@ -8,11 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_compress_hooks.hooks import (
-    allreduce_hook,
-    bf16_compress_hook,
-    fp16_compress_hook,
-)
+from ddp_compress_hooks.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from ddp_compress_hooks.state import CompressState, as_state
 from dist_utils.comm_hooks import (
     CommHook,
@@ -124,7 +120,7 @@ def _run_on_bucket(
         _require_real(buffer)
         try:
             if state is not None:
-                state.require_same_bucket(name, bucket)
+                state.begin_bucket(name, bucket)
             bucket.set_buffer(buffer.to(cast_to))
         except Exception as error:  # noqa: BLE001 - raised here, it would leave DDP in the middle of a pass
             if isinstance(hook_state, HookState):

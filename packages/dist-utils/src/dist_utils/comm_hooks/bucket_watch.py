@@ -110,7 +110,6 @@ class _Passes:
         came: Whether a bucket has ever come.
         unaveraged: Names of watched parameters that got a gradient after the last bucket, by id.
         watches: For whom this looks.
-        sharing: The passes of other models that have some of the parameters, too.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -118,7 +117,6 @@ class _Passes:
         self.came = False
         self.unaveraged: dict[int, str] = {}
         self.watches: set[BucketWatch] = set()
-        self.sharing: weakref.WeakSet[_Passes] = weakref.WeakSet()
         self.averaged = frozenset(map(id, _averaged_parameters(ddp)))
         self._outside: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[torch.Tensor]]] = (
             weakref.WeakKeyDictionary()
@@ -133,10 +131,9 @@ class _Passes:
     def bucket_came(self) -> None:
         """Note that all gradients of the model so far are averaged."""
         self.came = True
-        self.unaveraged.clear()
-        for other in self.sharing:
-            for one in other.unaveraged.keys() & self.averaged:
-                del other.unaveraged[one]
+        for passes in _of_models.values():  # another model may have some of the parameters, too
+            for one in passes.unaveraged.keys() & self.averaged:
+                del passes.unaveraged[one]
 
     def end(self) -> None:
         """Stop looking."""
@@ -269,9 +266,6 @@ def _passes_of(ddp: DistributedDataParallel) -> _Passes:
         for earlier in list(_of_models.values()):
             if earlier.averaged <= passes.averaged:
                 earlier.end()
-            elif not earlier.averaged.isdisjoint(passes.averaged):
-                earlier.sharing.add(passes)
-                passes.sharing.add(earlier)
         _look_at_steps()
         _of_models[ddp] = passes
     return passes

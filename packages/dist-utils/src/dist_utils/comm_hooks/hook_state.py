@@ -13,9 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_utils.comm_hooks.bucket_watch import BucketWatch
 from dist_utils.comm_hooks.wait_clock import WaitClock
-from dist_utils.process_groups.errors import FirstError
 from dist_utils.process_groups.groups import GroupLike, group_behind, group_of_model, resolve_group
-from dist_utils.process_groups.known_terms import KnownTerms
 from dist_utils.process_groups.ordered_worker import OrderedWorker
 
 if TYPE_CHECKING:
@@ -68,7 +66,8 @@ def _kind_of(buffer: torch.Tensor) -> tuple[int, torch.dtype, torch.device, bool
     return buffer.numel(), buffer.dtype, buffer.device, buffer.is_sparse
 
 
-_of_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, KnownTerms] = weakref.WeakKeyDictionary()
+_workers: weakref.WeakKeyDictionary[dist.ProcessGroup, OrderedWorker] = weakref.WeakKeyDictionary()
+"""What has compared for a group itself; none has a thread."""
 
 
 def require_same_bucket(
@@ -142,14 +141,10 @@ def require_same_call(
 def _require(
     owner: GroupLike | OrderedWorker, title: str, terms: Mapping[str, object], about: object | None = None
 ) -> None:
-    if isinstance(owner, OrderedWorker):
-        owner.require_same_terms(title, terms, about=about)
-    else:
+    if not isinstance(owner, OrderedWorker):
         group = resolve_group(owner)
-        known = _of_groups.get(group)
-        if known is None:
-            known = _of_groups.setdefault(group, KnownTerms(FirstError()))
-        known.require(group, title, terms, about)
+        owner = _workers.get(group) or _workers.setdefault(group, OrderedWorker(group))
+    owner.require_same_terms(title, terms, about=about)
 
 
 class HookState:

@@ -62,7 +62,8 @@ def recursive_to(
     target = torch.device(target_device)
     if target.type in ("cpu", "meta") and target.index is not None:  # the devices of their tensors have none
         target = torch.device(target.type)
-    beside = use_side_stream_for_tensor_copies and _has_streams(target)
+    has_streams = target.type != "cpu" and hasattr(getattr(torch, target.type, None), "current_stream")
+    beside = use_side_stream_for_tensor_copies and has_streams  # MPS has none, and the CPU's do nothing
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device == target:
@@ -190,13 +191,6 @@ def unpack_kwargs(
         raise ValueError(f"a keyword name occurs twice: {kwarg_keys}")
     first = len(flat_args) - len(kwarg_keys)
     return tuple(flat_args[:first]), dict(zip(kwarg_keys, flat_args[first:], strict=True))
-
-
-def _has_streams(device: torch.device) -> bool:
-    module = getattr(torch, device.type, None)
-    # MPS has none of them, and the CPU's do nothing.
-    names = ("Stream", "stream", "current_stream", "current_device")
-    return device.type != "cpu" and all(hasattr(module, name) for name in names)
 
 
 @cache

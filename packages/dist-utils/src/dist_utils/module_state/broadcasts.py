@@ -173,32 +173,35 @@ def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def obstacle(tensor: torch.Tensor) -> str:
     """Return why a tensor cannot be sent from its memory, or written in it, for a message; else nothing."""
-    dense, kind = tensor.layout is torch.strided, type(tensor)
-    if torch.nn.parameter.is_lazy(tensor):
-        return "is not initialized yet: run a forward pass first"
-    if tensor.is_nested:
-        return "is a nested tensor: give the tensors inside"
-    if class_handles_memory(tensor):
-        return f"is a {kind.__name__}, whose memory its class handles: of a DTensor give its to_local()"
-    if tensor.is_meta:
-        return "is on the meta device and has no values"
+    if why := why_unreadable(tensor):
+        return why
+    dense = tensor.layout is torch.strided
     if tensor.is_quantized:
         return "is quantized and cannot be copied"
     if not dense and tensor.layout not in _SPARSE_PARTS:
         return f"has layout {tensor.layout}, which cannot be sent"
     if not dense and tensor.is_inference():
         return "is sparse and was made in inference mode, and can never be written"
-    if dense and tensor.numel() and not _has_memory(tensor):
-        return "has no memory: it has been freed, or belongs to a transform of torch.func"
     strides = zip(tensor.shape, tensor.stride(), strict=True) if dense else ()
     if any(stride == 0 and size > 1 for size, stride in strides):
         return "is expanded: several of its elements are one in memory"
     return ""
 
 
-def class_handles_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's values are not at its own address, as those of a ``DTensor``."""
-    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+def why_unreadable(tensor: torch.Tensor) -> str:
+    """Return why a tensor's values cannot be read from its memory, for a message; else nothing."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return "is not initialized yet: run a forward pass first"
+    if tensor.is_nested:
+        return "is a nested tensor: give the tensors inside"
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        kind = type(tensor).__name__
+        return f"is a {kind}, whose memory its class handles: of a DTensor give its to_local()"
+    if tensor.is_meta:
+        return "is on the meta device and has no values"
+    if tensor.layout is torch.strided and tensor.numel() and not _has_memory(tensor):
+        return "has no memory: it has been freed, or belongs to a transform of torch.func"
+    return ""
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

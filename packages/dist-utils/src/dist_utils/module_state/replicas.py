@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,12 +15,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_utils.containers.kinds import KINDS
-from dist_utils.module_state.broadcasts import class_handles_memory
+from dist_utils.module_state.broadcasts import why_unreadable
 from dist_utils.module_state.fingerprint import fingerprint, octets
-from dist_utils.process_groups.agreement import AgreementError
-from dist_utils.process_groups.errors import error_text
 from dist_utils.process_groups.groups import GroupLike, collective_device, resolve_group
-from dist_utils.process_groups.messages import all_gather_plain, gather_rows
+from dist_utils.process_groups.matching_tensors import require_same_digest
+from dist_utils.process_groups.messages import all_gather_plain
 
 _NAMED = 3
 """Differing entries that a message names."""
@@ -26,7 +27,7 @@ _NAMED = 3
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 """Where an object is, which the ``repr`` of functions and of many objects tells: on every rank elsewhere."""
 
-_NOTHING = ("nothing", "more", "")
+_NOTHING = ["nothing", "more", ""]
 """What a rank that holds fewer entries says of a later one."""
 
 
@@ -35,13 +36,18 @@ class Entry(NamedTuple):
 
     Attributes:
         name: Where it is, as in ``"optimizer.state.0.exp_avg"``; a lone value's is ``"values"``.
-        text: A tensor's dtype, shape and kind of device; the ``repr`` of anything else.
+        text: A tensor's dtype and shape, a container's length, or the ``repr`` of anything else.
         values: A dense tensor, or ``None`` of anything else.
     """
 
     name: str
     text: str
-    values: torch.Tensor | None
+    values: torch.Tensor | None = None
+
+    @property
+    def description(self) -> str:
+        """The text, and the kind of device of a tensor."""
+        return self.text if self.values is None else f"{self.text} on {self.values.device.type}"
 
 
 def require_same_on_all_ranks(
@@ -97,25 +103,39 @@ def require_same_on_all_ranks(
         raise TypeError("every needs the number of the step: require_same_on_all_ranks(..., step=step)")
     if step is not None and step % every:
         return
-    entries: list[Entry] = []
+    held: list[Entry] = []
+    digest = torch.zeros(5, dtype=torch.int64, device=collective_device(group))
     problem: BaseException | None = None
     try:
-        entries = list(_entries("", values, ignore, buffers=buffers))
-        digest = _digest(group, entries, step)
+        held = list(entries(values, ignore=ignore, buffers=buffers))
+        digest = _digest(group, held, step)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
-        problem, digest = error, torch.zeros(5, dtype=torch.int64, device=collective_device(group))
-    if group.size() > 1 and dist.get_backend(group) != "fake":
-        own = torch.nn.functional.pad(digest, (0, 1), value=float(problem is not None))
-        if not (gather_rows(group, own) == own).all() or problem is not None:
-            _raise_difference(group, entries, problem, step)
-    if problem is not None:
-        raise problem
+        problem = error
+    require_same_digest(
+        group,
+        digest,
+        lambda: [step, [_claim(entry) for entry in held]],
+        lambda group, everyone: _difference(group, held, everyone),
+        problem,
+    )
 
 
-def _entries(name: str, value: Any, ignore: Collection[str], *, buffers: bool) -> Iterator[Entry]:
-    """Yield what is compared of a value, in an order that follows from its structure."""
-    if isinstance(value, torch.Tensor):
-        yield _entry_of_tensor(name, value)
+def entries(
+    value: Any, name: str = "", *, ignore: Collection[str] = (), buffers: bool = True
+) -> Iterator[Entry]:
+    """Yield all that is compared of a value, in an order that follows from its structure.
+
+    Args:
+        value: As for :func:`require_same_on_all_ranks`.
+        name: Where it is.
+        ignore: Likewise.
+        buffers: Likewise.
+
+    Raises:
+        TypeError: Something cannot be compared.
+    """
+    if isinstance(value, torch.Tensor) and not value.is_quantized:
+        yield _entry_of_tensor(name or "values", value)
         return
     if isinstance(value, torch.nn.Module):
         for child, tensor in _tensors_of_module(value, ignore, buffers=buffers):
@@ -125,14 +145,17 @@ def _entries(name: str, value: Any, ignore: Collection[str], *, buffers: bool) -
         raise TypeError(f"{name or 'values'} is a {type(value).__name__}, which a comparison would use up")
     children = _children(value)
     if children is None:
-        yield Entry(name or "values", _ADDRESS.sub("", repr(value)), None)
+        yield Entry(name or "values", _ADDRESS.sub("", repr(value)))
         return
+    yield Entry(name or "values", f"{len(children)} entries")
     for key, child in children:
-        yield from _entries(_below(name, str(key)), child, ignore, buffers=buffers)
+        yield from entries(child, _below(name, str(key)), ignore=ignore, buffers=buffers)
 
 
 def _children(value: Any) -> Sequence[tuple[object, Any]] | None:
     """Return what a container holds, by name; ``None`` if it is no container."""
+    if isinstance(value, torch.Tensor):  # a quantized one
+        return [("integers", value.int_repr()), ("values", value.dequantize())]
     if isinstance(value, Mapping):
         return list(value.items())
     if callable(getattr(value, "state_dict", None)):
@@ -140,7 +163,7 @@ def _children(value: Any) -> Sequence[tuple[object, Any]] | None:
     if isinstance(value, (set, frozenset)):
         return list(enumerate(sorted(value, key=repr)))
     if hasattr(value, "__array_interface__"):  # NumPy's
-        return [("dtype", str(value.dtype)), ("values", value.tolist())]
+        return [("kind", f"{value.dtype} of shape {value.shape}"), ("values", value.tolist())]
     if (kind := KINDS[type(value)]) is not None:
         return [*kind.attributes(value).items(), *enumerate(kind.flatten(value))]
     return None
@@ -165,38 +188,29 @@ def _tensors_of_module(
             yield f"{name} (a buffer)", buffer
 
 
-def _entry_of_tensor(path: str, tensor: torch.Tensor) -> Entry:
-    name, kind = path or "values", type(tensor).__name__
-    if torch.nn.parameter.is_lazy(tensor) or tensor.is_meta:
-        raise TypeError(f"{name} has no values yet: it is on the meta device or not initialized")
-    if class_handles_memory(tensor):
-        raise TypeError(f"{name} is a {kind}, whose class handles its memory: give its to_local()")
-    if tensor.is_nested:
-        raise TypeError(f"{name} is a nested tensor: give the tensors inside")
-    text = f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device.type}"
-    values = tensor.detach()
-    if tensor.is_quantized:
-        values = tensor.dequantize()
-    elif tensor.layout is not torch.strided:
-        values = values.to_dense()
-    return Entry(name, text, values)
+def _entry_of_tensor(name: str, tensor: torch.Tensor) -> Entry:
+    if why := why_unreadable(tensor):
+        raise TypeError(f"{name} {why}")
+    text, values = f"{tensor.dtype} of shape {tuple(tensor.shape)}", tensor.detach()
+    if tensor.layout is torch.strided:
+        return Entry(name, text, values)
+    return Entry(name, f"{text}, {tensor.layout}", values.to_dense())
 
 
-def _digest(group: dist.ProcessGroup, entries: Sequence[Entry], step: int | None) -> torch.Tensor:
+def _digest(group: dist.ProcessGroup, held: Sequence[Entry], step: int | None) -> torch.Tensor:
     """Return five numbers: four for texts and values on the host, one for values on accelerators."""
-    on_host = hashlib.sha256(repr((step, [(entry.name, entry.text) for entry in entries])).encode())
-    elsewhere: dict[torch.device, list[torch.Tensor]] = {}
-    for entry in entries:
-        if entry.values is None or not entry.values.numel():
-            continue
-        if entry.values.device.type == "cpu":
-            on_host.update(_memory(entry.values))
-        else:
-            elsewhere.setdefault(entry.values.device, []).append(entry.values)
     device = collective_device(group)
-    numbers = torch.frombuffer(bytearray(on_host.digest()), dtype=torch.int64).to(device)
-    devices = [fingerprint(tensors).to(device) for tensors in elsewhere.values()]
-    return torch.cat([numbers, fingerprint(devices) if devices else numbers.new_zeros(1)])
+    on_host = hashlib.sha256(repr((step, [(entry.name, entry.description) for entry in held])).encode())
+    elsewhere: defaultdict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    for entry in held:
+        if entry.values is not None and entry.values.device.type == "cpu":
+            on_host.update(_memory(entry.values))
+        elif entry.values is not None:
+            elsewhere[entry.values.device].append(entry.values)
+    total = torch.zeros(1, dtype=torch.int64, device=device)
+    for tensors in elsewhere.values():
+        total += fingerprint(tensors).to(device)
+    return torch.cat([torch.frombuffer(bytearray(on_host.digest()), dtype=torch.int64).to(device), total])
 
 
 def _memory(values: torch.Tensor) -> Any:
@@ -207,60 +221,39 @@ def _memory(values: torch.Tensor) -> Any:
     return memory
 
 
-def _raise_difference(
-    group: dist.ProcessGroup, entries: Sequence[Entry], problem: BaseException | None, step: int | None
-) -> None:
-    """Raise on every rank what differs, after all have told each other."""
-    claims = [(entry.name, entry.text, _short_digest(entry)) for entry in entries]
-    everyone = all_gather_plain(group, ["" if problem is None else error_text(problem), step, claims])
-    if problem is not None:
-        raise problem
+def _claim(entry: Entry) -> tuple[str, str, str]:
+    """Return what a rank says of an entry: its name, what it is, and a digest of its values."""
+    memory = b"" if entry.values is None else _memory(entry.values.cpu())
+    return entry.name, entry.description, hashlib.sha256(memory).hexdigest()[:32]
+
+
+def _difference(group: dist.ProcessGroup, held: Sequence[Entry], everyone: Sequence[Any]) -> str:
+    """Return what differs first, the same text on every rank, after ranks have told each other values."""
     ranks = dist.get_process_group_ranks(group)
-    for rank, (text, *_) in zip(ranks, everyone, strict=True):
-        if text:
-            raise AgreementError(f"rank {rank} cannot go on: {text}")
-    for rank, (_, at_step, _) in zip(ranks, everyone, strict=True):
-        if at_step != everyone[0][1]:
-            raise AgreementError(
-                f"rank {ranks[0]} compares step {everyone[0][1]}, rank {rank} step {at_step}"
-            )
-    lines = _differences(group, entries, [said for *_, said in everyone])
-    when = "" if step is None else f" at step {step}"
-    raise AgreementError("\n  ".join([f"ranks hold different values{when}, first:", *lines]))
-
-
-def _short_digest(entry: Entry) -> str:
-    if entry.values is None or not entry.values.numel():
-        return ""
-    return hashlib.sha256(_memory(entry.values.cpu())).hexdigest()[:32]
-
-
-def _differences(
-    group: dist.ProcessGroup, entries: Sequence[Entry], claims: Sequence[Sequence[Sequence[str]]]
-) -> list[str]:
-    """Return a line for each of the first entries that differ, the same lines on every rank."""
-    ranks = dist.get_process_group_ranks(group)
-    lines: list[str] = []
-    more = 0
-    for position in range(max(map(len, claims))):
-        said = [tuple(of[position]) if position < len(of) else _NOTHING for of in claims]
+    step = everyone[0][0]
+    for rank, (at_step, _) in zip(ranks, everyone, strict=True):
+        if at_step != step:
+            return f"rank {ranks[0]} compares step {step}, rank {rank} step {at_step}"
+    lines = [f"ranks hold different values{'' if step is None else f' at step {step}'}, first:"]
+    rows = list(itertools.zip_longest(*(entries for _, entries in everyone), fillvalue=_NOTHING))
+    different = [position for position, said in enumerate(rows) if any(one != said[0] for one in said)]
+    for position in different[:_NAMED]:
+        said = rows[position]
+        kinds = [(name, text) for name, text, _ in said]
         # Values travel only if all ranks have something of this name and kind here.
-        other = next((index for index, one in enumerate(said) if one[:2] != said[0][:2]), None)
-        if other is None:
-            other = next((index for index, one in enumerate(said) if one != said[0]), None)
-        if other is None:
-            continue
-        (name, text, _), (others_name, others_text, _) = said[0], said[other]
+        compared: Sequence[Any] = said if len(set(kinds)) == 1 else kinds
+        other = next(index for index, one in enumerate(compared) if one != compared[0])
+        (name, text), (others_name, others_text) = kinds[0], kinds[other]
         first, second = f"rank {ranks[0]} has", f"rank {ranks[other]} has"
         if name != others_name:  # later positions cannot be compared
-            return [*lines, f"{first} {name} {text}, {second} {others_name} {others_text}"]
-        if len(lines) == _NAMED:
-            more += 1
-        elif text != others_text:
+            return "\n  ".join([*lines, f"{first} {name} {text}, {second} {others_name} {others_text}"])
+        if text != others_text:
             lines.append(f"{name}: {first} {text}, {second} {others_text}")
         else:
-            lines.append(f"{name}{_different_values(group, entries[position], other, first, second)}")
-    return [*lines, f"and {more} more of {len(claims[0])}"] if more else lines
+            lines.append(f"{name}{_different_values(group, held[position], other, first, second)}")
+    if len(different) > _NAMED:
+        lines.append(f"and {len(different) - _NAMED} more of {len(rows)}")
+    return "\n  ".join(lines)
 
 
 def _different_values(group: dist.ProcessGroup, entry: Entry, other: int, first: str, second: str) -> str:

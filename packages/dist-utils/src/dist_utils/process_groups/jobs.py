@@ -146,11 +146,10 @@ class Job(Generic[T]):
             if _flushes_denormals() != self._flushes_denormals:  # a setting of each thread
                 torch.set_flush_denormal(self._flushes_denormals)
             with self._stream.enter():
-                with torch_compat.profiler_range(self._name):
-                    paused, result = self._go_on(group)
-                if not paused:
+                with torch_compat.profiler_range(self._name), self._inside:
+                    result = self._go_on(group)
+                if not self.paused:
                     self._done.set_result(result)
-                self.paused = paused
         except catches as error:
             first = failure.keep(error)
             # Its frames would keep the group and its connections alive, and the future that holds the error.
@@ -164,19 +163,19 @@ class Job(Generic[T]):
             self._parts.close()
         fail(self._done, error)
 
-    def _go_on(self, group: dist.ProcessGroup) -> tuple[bool, Any]:
-        """Do the next part; return whether others follow, and the result if not."""
-        with self._inside:
-            if self._parts is None:
-                result = self._call(group)
-                if not self.in_parts:
-                    return False, result
-                self._parts = result
-            try:
-                next(self._parts)
-            except StopIteration as end:
-                return False, end.value
-            return True, None
+    def _go_on(self, group: dist.ProcessGroup) -> Any:
+        """Do the next part, and note whether others follow; return the result if not."""
+        if self._parts is None:
+            result = self._call(group)
+            if not self.in_parts:
+                return result
+            self._parts = result
+        try:
+            next(self._parts)
+        except StopIteration as end:
+            return end.value
+        self.paused = True
+        return None
 
 
 def future_of_work(

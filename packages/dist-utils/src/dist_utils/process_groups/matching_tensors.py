@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +70,7 @@ def verify_param_shape_across_processes(
             ``TensorMismatchError``); or this rank is not in the group.
 
     Cost:
-        One all-gather of 33 bytes a rank; if they differ, two more, of what each rank has.
+        One all-gather of 40 bytes a rank; if they differ, two more, of what each rank has.
 
     Source:
         ``torch.distributed.utils._verify_param_shape_across_processes``, which on a mismatch lets rank 0
@@ -85,11 +85,16 @@ def verify_param_shape_across_processes(
         claim = TensorClaim.of(list(tensors), None if names is None else list(names))
     except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         problem = error
-    require_same_tensors(group, claim, problem, logger)
+    try:
+        require_same_tensors(group, claim, problem)
+    except TensorMismatchError as mismatch:
+        if logger is not None:
+            logger.set_error_and_log(str(mismatch))
+        raise
 
 
 def require_same_tensors(
-    group: dist.ProcessGroup, claim: TensorClaim, problem: BaseException | None = None, logger: Any = None
+    group: dist.ProcessGroup, claim: TensorClaim, problem: BaseException | None = None
 ) -> None:
     """Return if all ranks claim the same and none has a problem; otherwise raise on every rank.
 
@@ -99,30 +104,50 @@ def require_same_tensors(
     Raises:
         TensorMismatchError: Claims differ, or another rank has a problem.
     """
-    alone = group.size() == 1 or dist.get_backend(group) == "fake"
-    if not alone and not _digests_agree(group, claim, problem):
-        everyone = all_gather_plain(group, ["" if problem is None else error_text(problem), *claim])
-        difference = _first_difference(everyone, dist.get_process_group_ranks(group))
-        if logger is not None:
-            logger.set_error_and_log(difference)
-        if problem is None:
-            raise TensorMismatchError(difference)
+    digest = hashlib.sha256(repr(claim).encode()).digest()
+    numbers = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(collective_device(group))
+    require_same_digest(group, numbers, lambda: claim, _first_difference, problem, TensorMismatchError)
+
+
+def require_same_digest(
+    group: dist.ProcessGroup,
+    digest: torch.Tensor,
+    claim: Callable[[], Any],
+    difference: Callable[[dist.ProcessGroup, list[Any]], str],
+    problem: BaseException | None,
+    error: type[AgreementError] = AgreementError,
+) -> None:
+    """Return if all ranks have the same digest and none has a problem; otherwise raise on every rank.
+
+    Args:
+        group: The ranks, in which all travels.
+        digest: Whole numbers (int64), as many on every rank, on a device that the group serves.
+        claim: Returns what this rank says if digests differ: plain data, as for :func:`all_gather_plain`.
+        difference: Takes the group and what all say; returns what differs, the same text on every rank.
+        problem: Why this rank cannot go on, if so. It is raised here.
+        error: The class of what the ranks without a problem raise.
+    """
+    if group.size() > 1 and dist.get_backend(group) != "fake":
+        own = torch.nn.functional.pad(digest, (0, 1), value=float(problem is not None))
+        differ = bool((gather_rows(group, own) != own).any())
+        if differ or problem is not None:
+            everyone = all_gather_plain(group, ["" if problem is None else error_text(problem), claim()])
+            if problem is None:
+                claims = [said for _, said in everyone]
+                raise error(_first_problem(group, everyone) or difference(group, claims))
     if problem is not None:
         raise problem
 
 
-def _digests_agree(group: dist.ProcessGroup, claim: TensorClaim, problem: BaseException | None) -> bool:
-    """Return, the same on all ranks, whether all claim the same and none has a problem."""
-    digest = hashlib.sha256(repr(claim).encode()).digest() + bytes([problem is not None])
-    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(collective_device(group))
-    return bool((gather_rows(group, own) == own).all()) and problem is None
+def _first_problem(group: dist.ProcessGroup, everyone: list[Any]) -> str:
+    for rank, (text, _) in zip(dist.get_process_group_ranks(group), everyone, strict=True):
+        if text:
+            return f"rank {rank} cannot go on: {text}"
+    return ""
 
 
-def _first_difference(said: list[list[Any]], ranks: list[int]) -> str:
-    for rank, (problem, *_) in zip(ranks, said, strict=True):
-        if problem:
-            return f"rank {rank} cannot go on: {problem}"
-    everyone = [TensorClaim(*claim) for _, *claim in said]
+def _first_difference(group: dist.ProcessGroup, claims: list[Any]) -> str:
+    ranks, everyone = dist.get_process_group_ranks(group), [TensorClaim(*claim) for claim in claims]
     first = everyone[0]
     for rank, claim in zip(ranks, everyone, strict=True):
         if claim.arguments != first.arguments:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from dist_utils.process_groups.agreement import Verdict, compare
 from dist_utils.process_groups.errors import FirstError, drop_frames, same_error
 from dist_utils.process_groups.groups import GroupLike, group_behind, resolve_group, runs_on_host
-from dist_utils.process_groups.jobs import HOST, InsideJob, Job, JobStream, PartedJob, SideStreams
+from dist_utils.process_groups.jobs import HOST, InsideJob, Job, PartedJob, Parts, SideStreams
 from dist_utils.process_groups.known_terms import KnownTerms
 from dist_utils.process_groups.worker_thread import WorkerThread, await_connections, new_private_group
 
@@ -91,7 +91,7 @@ class OrderedWorker:
         self._starting = threading.RLock()
         self._failure = FirstError()
         self._agreed: Verdict | None = None
-        self._known = KnownTerms(self._failure)
+        self._known = KnownTerms()
         self._thread: WorkerThread | None = None
         self._side_streams = SideStreams()
         self._enqueuing = threading.Lock()
@@ -155,8 +155,7 @@ class OrderedWorker:
             process group, which is collective among the members. Both wait for the other ranks in this call.
             With Gloo, one all-reduce of 4 bytes follows on the thread.
         """
-        stream = self._stream_for(device)
-        return self._submit(Job(job, stream, name or self._name, inside=self._inside), stream)
+        return self._submit(job, device, name, in_parts=False)
 
     def submit_in_parts(
         self,
@@ -195,16 +194,20 @@ class OrderedWorker:
             ...     return theirs
             >>> worker.submit_in_parts(exchange).wait()  # doctest: +SKIP
         """
-        stream = self._stream_for(device)
-        queued: Job[T] = Job(job, stream, name or self._name, inside=self._inside, in_parts=True)
-        return self._submit(queued, stream)
+        return self._submit(job, device, name, in_parts=True)
 
-    def _stream_for(self, device: torch.device | str) -> JobStream:
+    def _submit(
+        self,
+        job: Callable[[dist.ProcessGroup], T | Parts[T]],
+        device: torch.device | str,
+        name: str | None,
+        *,
+        in_parts: bool,
+    ) -> torch.futures.Future[T]:
         if self._inside.now:
             raise RuntimeError(f"a job of {self._name} submits another one, which would wait for it")
-        return self._side_streams.behind_caller(torch.device(device))
-
-    def _submit(self, queued: Job[T], stream: JobStream) -> torch.futures.Future[T]:
+        stream = self._side_streams.behind_caller(torch.device(device))
+        queued: Job[T] = Job(job, stream, name or self._name, inside=self._inside, in_parts=in_parts)
         handled = sys.exc_info()[1]  # by the caller
         try:
             if stream is HOST or runs_on_host(self.process_group, stream.device):
@@ -280,7 +283,8 @@ class OrderedWorker:
         """Return if all ranks call with the same title and terms, or raise on all ranks.
 
         What ranks have agreed on is not compared again. A refusal is the worker's first error, and ends its
-        private group. See :func:`dist_utils.comm_hooks.require_same_bucket` for buckets.
+        private group: ranks no longer know which of them has come how far, and another comparison could take
+        a late rank for one that is ahead. See :func:`dist_utils.comm_hooks.require_same_bucket` for buckets.
 
         Args:
             title: As for :func:`dist_utils.require_same_terms`.

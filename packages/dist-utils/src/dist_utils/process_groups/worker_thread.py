@@ -108,22 +108,19 @@ class WorkerThread:
 
     def _go_on(self) -> None:
         """Let the oldest job in parts go on. It comes first whatever else waits: see ``submit_in_parts``."""
-        job = self._paused.popleft()
-        self._run_job(job)
-        if job.paused:
-            self._paused.appendleft(job)
+        if not self._run_job(self._paused[0]):
+            self._paused.popleft()
 
     def _handle(self, job: Job[Any] | threading.Event) -> None:
         if isinstance(job, threading.Event) or not job.in_parts:
             self._finish_parts()
         if isinstance(job, threading.Event):
             job.set()
-            return
-        self._run_job(job)
-        if job.paused:
+        elif self._run_job(job):
             self._paused.append(job)
 
-    def _run_job(self, job: Job[Any]) -> None:
+    def _run_job(self, job: Job[Any]) -> bool:
+        """Run a job until its end or its next pause; return whether it has paused."""
         # Operators use as many threads as set_num_threads has set last. Reading the number of the caller's
         # thread instead may set it there, and with it change the bits of later products.
         torch.init_num_threads()
@@ -131,6 +128,7 @@ class WorkerThread:
             # Peers may wait in this job's collectives: closing our connections tells them.
             self._destroy_group()
             job.fail(error)
+        return job.paused
 
     def _destroy_group(self) -> None:
         group = self._group()

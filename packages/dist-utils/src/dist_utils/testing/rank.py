@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import copyreg
 import enum
 import faulthandler
-import functools
-import importlib
 import multiprocessing
 import os
 import pickle
@@ -16,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
@@ -181,21 +178,10 @@ def _pickle(value: Any) -> bytes:
 
 
 def _let_outcomes_pickle() -> None:
-    """Let pickle take what ``pytest.skip`` and ``pytest.fail`` raise: their classes claim to be built in."""
+    """Let pickle find what ``pytest.skip`` and ``pytest.fail`` raise: their classes claim to be built in."""
     if (pytest := sys.modules.get("pytest")) is not None:
-        for kind in ("skip", "fail"):
-            copyreg.pickle(getattr(pytest, kind).Exception, functools.partial(_reduced_outcome, kind))
-
-
-def _reduced_outcome(kind: str, outcome: Any) -> tuple[Callable[..., BaseException], tuple[str, str]]:
-    """Return how to make an exception of pytest's in the caller, and of what."""
-    return _outcome, (kind, outcome.msg)
-
-
-def _outcome(kind: str, message: str) -> BaseException:
-    """Make what ``pytest.skip`` or ``pytest.fail`` raises."""
-    exception: BaseException = getattr(importlib.import_module("pytest"), kind).Exception(message)
-    return exception
+        for outcome in (pytest.skip, pytest.fail):
+            outcome.Exception.__module__ = "_pytest.outcomes"
 
 
 def _failure(error: BaseException) -> Failure:
