@@ -427,7 +427,7 @@ DIFFERENCES = {
     "hooks of overlaps": _differs(
         _train_with(_fp16, {}),
         _train_with(_8_bits, {}),
-        _apart("fp16_compress_hook", "QuantizedAllreduceState"),
+        _apart("CompressState", "QuantizedAllreduceState"),
     ),
     "clipping": _differs(
         _train_with(_fp16, {"clip": ByValue(1.0)}),
