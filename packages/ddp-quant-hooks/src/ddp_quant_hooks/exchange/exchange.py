@@ -243,11 +243,9 @@ class _ChunkExchange(NamedTuple):
         """Average shards with other rows, each on its reducer, which hands the means on to its row."""
         sums = yield from self._sums(stage, values, means)
         parts = torch.split(sums, [stage.lengths[shard] for shard in stage.reduced])
-        memory = stage.means.shards(means)
-        yield from together(
-            self.average(further, part, memory[shard])
-            for shard, further, part in zip(stage.reduced, stage.further, parts, strict=True)
-        )
+        mine = stage.means.messages(means)[stage.position]
+        memory = mine.split_with_sizes([further.means.total for further in stage.further])
+        yield from together(map(self.average, stage.further, parts, memory))
         yield from self._send_means(stage, means)
 
     # ---- its parts ----
@@ -288,10 +286,10 @@ class _ChunkExchange(NamedTuple):
     def _outgoing_memory(self, stage: Stage, means: torch.Tensor | None) -> torch.Tensor:
         """Return memory for a stage's outgoing messages.
 
-        They live in the memory of the means where both have the same packing: they have been sent before
-        means arrive, and what this rank keeps is read before its own mean is written there.
+        They live in the memory of the means where both are sent in messages of the same sizes: they have been
+        sent before means arrive, and what this rank keeps is read before its own mean is written there.
         """
-        if means is not None and stage.means == stage.outgoing:
+        if means is not None and stage.means.message_sizes == stage.outgoing.message_sizes:
             return means
         return self.scratch.take(stage.outgoing.total)
 
@@ -300,7 +298,7 @@ class _ChunkExchange(NamedTuple):
     ) -> Parts[list[torch.Tensor]]:
         """Send each reducer its shards; return every rank's messages of those whose reducer this rank is."""
         residual = self.task.residual_of(stage.lost, values.numel())
-        layout, shards = self.task.plan.formats.scatter, stage.outgoing.shards(memory)
+        layout, shards = self.task.plan.formats.scatter, stage.outgoing.parts(memory)
         kernels.encode_shards(values, shards, stage.lengths, layout, **residual, check=False)
         outgoing = stage.outgoing.messages(memory)
         incoming = self._incoming(stage, outgoing)

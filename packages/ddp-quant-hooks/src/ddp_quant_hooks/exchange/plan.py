@@ -68,11 +68,11 @@ class Formats:
 
 @dataclass(frozen=True)
 class Packing:
-    """Where shards are in memory that has those of one reducer next to each other: a message for each.
+    """Where parts are in memory that has those of one reducer next to each other, as they are sent together.
 
     Attributes:
-        sizes: Of each shard.
-        reducers: The position in the row of each shard's reducer.
+        sizes: Of each part.
+        reducers: The position in the row of each part's reducer.
         ranks: The number of ranks in the row.
     """
 
@@ -82,12 +82,12 @@ class Packing:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The shards in the order of memory."""
+        """The parts in the order of memory."""
         return tuple(sorted(range(len(self.sizes)), key=self.reducers.__getitem__))
 
     @cached_property
     def message_sizes(self) -> tuple[int, ...]:
-        """The size of all shards of each reducer."""
+        """The size of all parts of each reducer."""
         sizes = [0] * self.ranks
         for size, reducer in zip(self.sizes, self.reducers, strict=True):
             sizes[reducer] += size
@@ -95,24 +95,24 @@ class Packing:
 
     @cached_property
     def total(self) -> int:
-        """The size of all shards."""
+        """The size of all parts."""
         return sum(self.sizes)
 
-    def shards(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Return the part of each shard, in the order of shards."""
+    def parts(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Return all parts, in their own order."""
         sizes, numbers = self._in_memory
         parts = memory.split_with_sizes(sizes)
         return [parts[number] for number in numbers]
 
     @cached_property
     def _in_memory(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The sizes of shards in the order of memory, and the number of each shard there."""
-        numbers = {shard: number for number, shard in enumerate(self.order)}
-        sizes = tuple(self.sizes[shard] for shard in self.order)
-        return sizes, tuple(numbers[shard] for shard in range(len(self.sizes)))
+        """The sizes of parts in the order of memory, and the number of each part there."""
+        numbers = {part: number for number, part in enumerate(self.order)}
+        sizes = tuple(self.sizes[part] for part in self.order)
+        return sizes, tuple(numbers[part] for part in range(len(self.sizes)))
 
     def messages(self, memory: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the part of each reducer."""
+        """Return what is sent together: all parts of each reducer."""
         return memory.split_with_sizes(self.message_sizes)
 
 
@@ -143,8 +143,8 @@ class Stage:
         position: Of this rank in the row.
         tag: Distinguishes the messages of this stage from those of the chunk's other stages, on all ranks.
         lengths: The number of values of each shard.
-        outgoing: The packing of what is sent to the reducers of the shards.
-        means: The packing of what they send back: for each shard, messages of its mean.
+        outgoing: The packing of what is sent to the reducers of the shards: a part is of a shard.
+        means: The packing of what they send back: a part is a message of a mean.
         mean_layout: The format of these messages.
         mean_lengths: For each shard, of how many neighboring values each of its messages is the mean.
         messages_per_mean: How many messages there are of the same values, whose mean is to be computed: after
@@ -184,23 +184,10 @@ class Stage:
         size = len(self.ranks)
         return tuple((self.position + step) % size for step in range(1, size))
 
-    def messages_of_means(self, memory: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    def messages_of_means(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:
         """Return the messages of each mean, in the order of shards, in the memory of :attr:`means`."""
-        sizes, places = self._messages_in_memory
-        messages = memory.split_with_sizes(sizes)
-        return [tuple(messages[place] for place in of_mean) for of_mean in places]
-
-    @cached_property
-    def _messages_in_memory(self) -> tuple[list[int], list[range]]:
-        """The sizes of all messages of means in the order of memory, and where those of each mean are."""
-        several, size_of = self.messages_per_mean, self.mean_layout.message_bytes
-        sizes, places_of = list[int](), dict[int, list[range]]()
-        for shard in self.means.order:
-            places_of[shard] = []
-            for length in self.mean_lengths[shard]:
-                places_of[shard].append(range(len(sizes), len(sizes) + several))
-                sizes += [size_of(length)] * several
-        return sizes, [place for shard in range(len(places_of)) for place in places_of[shard]]
+        messages, several = self.means.parts(memory), self.messages_per_mean
+        return [messages[first : first + several] for first in range(0, len(messages), several)]
 
     @cached_property
     def decoded_lengths(self) -> tuple[int, ...]:

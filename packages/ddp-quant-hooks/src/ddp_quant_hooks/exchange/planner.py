@@ -269,7 +269,12 @@ class _Planner:
         scatter = self._formats.scatter
         # After one shot values as they were sent are handed on, not their mean.
         mean_layout = self._formats.gather if messages_per_mean == 1 else scatter
-        means = tuple(messages_per_mean * sum(map(mean_layout.message_bytes, some)) for some in mean_lengths)
+        means = [
+            (mean_layout.message_bytes(length), reducer)
+            for reducer, some in zip(reducers, mean_lengths, strict=False)  # a reduce-scatter has no means
+            for length in some
+            for _ in range(messages_per_mean)
+        ]
         outgoing = lengths if way is Way.FULL else tuple(map(scatter.message_bytes, lengths))
         outgoing_packing = Packing(outgoing, reducers, len(row))
         if way is Way.ONE_SHOT:  # each sends all
@@ -281,7 +286,7 @@ class _Planner:
             tag,
             lengths,
             outgoing_packing,
-            Packing(means, reducers[: len(means)], len(row)),
+            Packing(tuple(size for size, _ in means), tuple(reducer for _, reducer in means), len(row)),
             mean_layout,
             tuple(mean_lengths),
             messages_per_mean,
