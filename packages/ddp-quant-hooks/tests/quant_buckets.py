@@ -4,6 +4,7 @@ import inspect
 import io
 
 import torch
+import torch.distributed as dist
 from kernel_backends import computed_by
 from kernel_cases import decoded, encoded, reduced
 from torch.nn.parallel import DistributedDataParallel
@@ -43,6 +44,14 @@ def run_hook(state, bucket, tensor, hook=quantized_allreduce_hook):
     assert result.shape == tensor.shape
     assert result.dtype == tensor.dtype
     return result
+
+
+def rank_values(length, dtype=torch.float32, *, seed=0):
+    """Return the same normal values on all ranks: those of each rank."""
+    return [
+        torch.randn(length, generator=torch.Generator().manual_seed(seed + peer)).to(dtype)
+        for peer in range(dist.get_world_size())
+    ]
 
 
 def simulate(state, inputs):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from quant_buckets import run_hook
+from quant_buckets import rank_values, run_hook
 
 from ddp_quant_hooks import quantization_perchannel_hook, quantization_pertensor_hook
 from dist_utils.testing import grad_bucket, run_ranks, same_on_all_ranks
@@ -66,10 +66,7 @@ def _numbers(rank):
     world_size, bucket = dist.get_world_size(), grad_bucket([torch.ones(3)])
     for name, (hook, channel) in HOOKS.items():
         for length in (1, 513, 20_003):
-            noise = [
-                torch.randn(length, generator=torch.Generator().manual_seed(length + peer))
-                for peer in range(world_size)
-            ]
+            noise = rank_values(length)
             for case, (inputs, expected, allowed) in enumerate(_cases(noise, channel)):
                 result = run_hook(None, bucket, inputs[rank].clone(), hook)
                 assert same_on_all_ranks(result), (name, length, case)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from host_names import take_host_name
 from kernel_cases import decoded, differences, encoded, reduced
-from quant_buckets import flat_residuals, run_hook, simulate
+from quant_buckets import flat_residuals, rank_values, run_hook, simulate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,13 +31,6 @@ def _state(hosts, **options):
     groups = [dist.new_group(node) for node in nodes]
     mine = next(group for node, group in zip(nodes, groups, strict=True) if dist.get_rank() in node)
     return HierarchicalAllreduceState(intra_group=mine, **{"min_bytes": 0, **options})
-
-
-def _inputs(length, dtype=torch.float32):
-    return [
-        torch.randn(length, generator=torch.Generator().manual_seed(length + peer)).to(dtype)
-        for peer in range(dist.get_world_size())
-    ]
 
 
 def _shares(state, inputs, hosts):
@@ -83,7 +76,7 @@ def _bits(rank, hosts):
     for inside in ("full", "quantized"):
         state = _state(hosts, intra_node=inside)
         for length, dtype in zip(LENGTHS, cycle([torch.float32, torch.bfloat16]), strict=False):
-            inputs = _inputs(length, dtype)
+            inputs = rank_values(length, dtype)
             result = run_hook(state, bucket, inputs[rank].clone())
             expected = _expected(state, inputs, hosts).to(dtype)
             assert differences({"mean": result}, {"mean": expected}) == {}, (inside, length)
@@ -96,10 +89,10 @@ def _bits(rank, hosts):
             assert (shard - mean).abs().max() <= 2 * 6 / 254 + 0.02 * (dtype is torch.bfloat16)
         smallest = torch.full((300,), 2.0**-24, dtype=torch.float16)
         assert torch.equal(run_hook(state, bucket, smallest.clone()), smallest)
-        parts = list(_inputs(3000)[rank].split([1000, 2000]))
+        parts = list(rank_values(3000)[rank].split([1000, 2000]))
         all_reduce(parts, dist.ReduceOp.AVG, state)
-        assert torch.equal(torch.cat(parts), run_hook(state, bucket, _inputs(3000)[rank].clone()))
-        broken = _inputs(1000)
+        assert torch.equal(torch.cat(parts), run_hook(state, bucket, rank_values(3000)[rank].clone()))
+        broken = rank_values(1000)
         broken[-1][500] = torch.nan
         result = run_hook(state, bucket, broken[rank].clone())
         assert same_on_all_ranks(result)
@@ -125,7 +118,7 @@ def _on_a_host(rank, hosts):
         "flat": QuantizedAllreduceState(min_bytes=0, intra_node="flat"),
     }
     for name, state in states.items():
-        mean = run_hook(state, grad_bucket([torch.ones(3)]), _inputs(values)[rank])
+        mean = run_hook(state, grad_bucket([torch.ones(3)]), rank_values(values)[rank])
         found[name] = mean, state.statistics.bytes_between_hosts / values
         state.close()
     return found
@@ -247,7 +240,7 @@ def _wrong_nodes(rank):
     # Among the ranks of a single host there are only few bits, whatever is asked for.
     means = {}
     for state in (_state("0000"), QuantizedAllreduceState(min_bytes=0)):
-        means[type(state)] = run_hook(state, grad_bucket([torch.ones(3)]), _inputs(1000)[rank])
+        means[type(state)] = run_hook(state, grad_bucket([torch.ones(3)]), rank_values(1000)[rank])
     assert torch.equal(*means.values())
 
 

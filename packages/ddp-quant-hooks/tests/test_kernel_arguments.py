@@ -145,7 +145,6 @@ def test_what_is_wrong_is_refused_before_anything_is_written(backend, error, cal
             ValueError,
             "rotate needs a format of integers, got 'fp16'",
         ),
-        (lambda: QuantizedAllreduceState(rotate="yes"), TypeError, "rotate must be None, True or False"),
         (lambda: AffineLayout(10, 0, torch.float32), ValueError, "channel must be at least 1, got 0"),
         (lambda: AffineLayout(-1, 4, torch.float32), ValueError, "values must be at least 0, got -1"),
         (lambda: AffineLayout(10, True, torch.float32), TypeError, "channel must be an int, got True"),

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from kernel_backends import computed_by
 from kernel_cases import decoded, differences, encoded, reduced
-from quant_buckets import make_state, run_hook
+from quant_buckets import make_state, rank_values, run_hook
 
-from ddp_quant_hooks import QuantizedAllreduceState, all_reduce, reduce_scatter_tensor
+from ddp_quant_hooks import all_reduce, reduce_scatter_tensor
 from ddp_quant_hooks.kernels import torch_ops
 from dist_utils.testing import grad_bucket, run_ranks
 
@@ -32,25 +32,18 @@ def _expected(state, inputs, sizes):
         return decoded([message], inputs[0].numel(), state.options.gather_layout, inputs[0].dtype)
 
 
-def _inputs(length, dtype=torch.float32, seed=0):
-    return [
-        torch.randn(length, generator=torch.Generator().manual_seed(99 * seed + peer)).to(dtype)
-        for peer in range(dist.get_world_size())
-    ]
-
-
 def _bits(rank, sizes):
     bucket, world_size = grad_bucket([torch.ones(3)]), dist.get_world_size()
     for name in ("int8", "int8/fp16", "int4"):
         state = make_state(name, levels=sizes)
         for length, dtype in zip(LENGTHS, cycle([torch.bfloat16, torch.float32]), strict=False):
-            inputs = _inputs(length, dtype)
+            inputs = rank_values(length, dtype)
             found = {"mean": run_hook(state, bucket, inputs[rank].clone())}
             assert differences(found, {"mean": _expected(state, inputs, sizes)}) == {}, (sizes, name, length)
         state.close()
     state = make_state("int8", levels=sizes)
     values = 128 * 24 * world_size  # whole blocks for each shard of each level
-    inputs = _inputs(values)
+    inputs = rank_values(values)
     mean = run_hook(state, bucket, inputs[rank].clone())
     # Half a step of the largest value: of a rank's own, of each row's mean, of the mean.
     largest = max(values.abs().max() for values in inputs)
@@ -72,7 +65,7 @@ def _sums_over_steps(rank, sizes):
         state = make_state("feedback both", levels=sizes)
         meant, got = torch.zeros(length, dtype=torch.float64), torch.zeros(length, dtype=torch.float64)
         for step in range(30):
-            inputs = _inputs(length, seed=step)
+            inputs = rank_values(length, seed=99 * step)
             meant += sum(values.double() for values in inputs) / len(inputs)
             got += run_hook(state, bucket, inputs[rank])
         errors[length] = (got - meant).abs().max().item()
@@ -101,12 +94,3 @@ def test_every_rank_gets_the_bits_of_the_formula_and_the_errors_of_levels_are_fe
         # Half a step of the last residuals stays behind: of the ranks' own, of a row's mean, of the mean.
         # A block's largest of 128 normal values is below 5 here; with a residual, 5.1.
         assert max(errors.values()) < 3 * 5.1 / 254
-
-
-@pytest.mark.parametrize(
-    ("levels", "error"),
-    [(4, TypeError), ("22", TypeError), ((2.0, 2), TypeError), ((), ValueError), ((4, 1), ValueError)],
-)
-def test_levels_are_whole_numbers_of_at_least_two(levels, error):
-    with pytest.raises(error, match="levels"):
-        QuantizedAllreduceState(levels=levels)

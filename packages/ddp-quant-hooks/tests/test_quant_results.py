@@ -5,7 +5,7 @@ from itertools import cycle
 import pytest
 import torch
 import torch.distributed as dist
-from quant_buckets import STATES, assert_same, make_state, run_hook, simulate
+from quant_buckets import STATES, assert_same, make_state, rank_values, run_hook, simulate
 
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 from ddp_quant_hooks.kernels import VALUE_DTYPES
@@ -18,16 +18,9 @@ CHUNKS = 1_400_001
 """Values of several chunks in flight."""
 
 
-def _noise(length, dtype=torch.float32):
-    return [
-        torch.randn(length, generator=torch.Generator().manual_seed(10 * length + peer)).to(dtype)
-        for peer in range(dist.get_world_size())
-    ]
-
-
 def _special_inputs():
     """Return every rank's values by name, and those of them that are their own mean."""
-    noise, ranks, largest = _noise(1009), dist.get_world_size(), torch.finfo(torch.float32).max
+    noise, ranks, largest = rank_values(1009), dist.get_world_size(), torch.finfo(torch.float32).max
     same = {
         "zeros": [torch.zeros(1009)] * ranks,
         "constant": [torch.full((1009,), -0.3)] * ranks,
@@ -60,7 +53,7 @@ def _bits(rank):
         state = make_state(name)
         for length in LENGTHS if state.options.error_feedback == "none" else LENGTHS[-1:]:
             dtype = next(dtypes)
-            compare((name, dtype, length), state, _noise(length, dtype))
+            compare((name, dtype, length), state, rank_values(length, dtype))
         next(dtypes)  # so that a length has another dtype in the next state
         state.close()
     state = make_state("int8")
@@ -70,12 +63,12 @@ def _bits(rank):
         assert name not in same or torch.equal(result, values[0]), name
         assert result.isfinite().all(), name
     for special in (torch.nan, torch.inf):
-        values = _noise(1009)
+        values = rank_values(1009)
         values[-1][500] = special
         result = compare(special, state, values)
         # NaN in the block of the value, and in no other, on every rank.
         assert result.isnan().nonzero().flatten().tolist() == list(range(384, 512))
-    compare("several chunks", state, _noise(CHUNKS))
+    compare("several chunks", state, rank_values(CHUNKS))
     return compared, bad
 
 
@@ -92,7 +85,7 @@ def _paths(rank):
     state = QuantizedAllreduceState(min_bytes=1000)
     mean = run_hook(state, bucket, torch.arange(200.0) + rank)
     torch.testing.assert_close(mean, torch.arange(200.0) + 1.0, rtol=1e-6, atol=0)
-    doubles = _noise(500, torch.float64)
+    doubles = rank_values(500, torch.float64)
     exact = sum(doubles) / world_size
     torch.testing.assert_close(run_hook(state, bucket, doubles[rank]), exact, rtol=1e-15, atol=1e-15)
     assert run_hook(state, bucket, torch.empty(0)).numel() == 0
@@ -102,7 +95,7 @@ def _paths(rank):
     counted = state.statistics - before
     assert (counted.plain_buckets, counted.bytes_sent, counted.bytes_of_allreduce) == (1, 0, 0)
     torch.testing.assert_close(mean, torch.tensor([1, 0, 1 / 3, 1 / 3, 1 / 3, *[0] * 5]))
-    values = _noise(1000)[rank]
+    values = rank_values(1000)[rank]
     numbers = torch.view_as_complex(values.clone().view(-1, 2))
     as_reals = run_hook(state, bucket, values)
     assert torch.equal(torch.view_as_real(run_hook(state, bucket, numbers)).view(-1), as_reals)

@@ -120,6 +120,12 @@ def test_different_states_or_buckets_raise_on_every_rank():
         ("sample_every", 1.5, TypeError),
         ("sample_every", -2, ValueError),
         ("exact_1d", 1, TypeError),
+        ("rotate", "yes", TypeError),
+        ("levels", 4, TypeError),
+        ("levels", "22", TypeError),
+        ("levels", (2.0, 2), TypeError),
+        ("levels", (), ValueError),
+        ("levels", (4, 1), ValueError),
     ],
 )
 def test_an_option_of_another_type_or_value_is_refused_when_the_state_is_made(option, value, error):

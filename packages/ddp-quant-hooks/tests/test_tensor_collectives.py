@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from quant_buckets import assert_same, simulate
+from quant_buckets import assert_same, rank_values, simulate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -73,7 +73,7 @@ def _lists(rank):
             else:
                 assert_same([result], [simulate(state, inputs) * factor], (case, dtype))
         assert state.statistics.plain_buckets == plain, case
-    biases = [torch.randn(500, generator=torch.Generator().manual_seed(peer)) for peer in range(world_size)]
+    biases = rank_values(500)
     bias, weight = biases[rank].clone(), torch.full((20, 25), 1e6)
     all_reduce([weight, bias], AVG, make(exact_1d=True))
     torch.testing.assert_close(bias, sum(biases) / world_size, rtol=1e-6, atol=1e-6)
@@ -113,10 +113,7 @@ def test_the_bits_are_those_of_the_hook(world_size):
 def _shards(rank):
     """Each rank has the mean or sum of its shard, in few bits or as it is."""
     world_size, length = dist.get_world_size(), 100_004
-    everyone = [
-        torch.randn(world_size * length, generator=torch.Generator().manual_seed(peer))
-        for peer in range(world_size)
-    ]
+    everyone = rank_values(world_size * length)
     exact = (sum(one.double() for one in everyone) / world_size).view(world_size, length)[rank]
     half_step = 0.505 / 127 * max(one.abs().max().item() for one in everyone)
     state, plain = make(), make(min_bytes=1 << 30)
