@@ -17,7 +17,6 @@ from ddp_quant_hooks.kernels import Layout, torch_ops
 from ddp_quant_hooks.kernels.cuda import CudaKernels
 from ddp_quant_hooks.kernels.dispatch import backend_for
 from ddp_quant_hooks.kernels.programs import affine_program, block_program, compile_program, low_rank_program
-from dist_utils.testing import run_ranks
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100", "sm_120"]
 LAYOUTS = [
@@ -122,69 +121,6 @@ def test_every_kernel_compiles_and_keeps_everything_in_registers(architecture, s
             (registers,) = re.findall(r"Used (\d+) registers", text)
             # As many as leave room for 512 threads on a multiprocessor.
             assert int(registers) <= 128, call
-
-
-@pytest.mark.usefixtures("_compiler")
-def test_compiled_programs_are_cached_and_damaged_ones_replaced(tmp_path, caplog):
-    program = block_program(Layout("int8", 128), dtype=torch.float32, ranks=1)
-
-    def compiled(architecture="sm_90"):
-        """Return the code, and whether a compiler made it: only then is there a report."""
-        logs = io.StringIO()
-        code = compile_program(program, architecture, logs=logs)
-        return code, "registers" in logs.getvalue()
-
-    code, by_compiler = compiled()
-    assert by_compiler
-    assert compiled() == (code, False)
-    assert compiled("sm_80")[0] != code
-    entries = [
-        path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.stat().st_size > 1000
-    ]
-    assert len(entries) == 2
-    for damage in (lambda data: data[:-100], lambda data: data[:500] + b"x" + data[501:], lambda _: b""):
-        for path in entries:
-            path.write_bytes(damage(path.read_bytes()))
-        caplog.clear()
-        assert compiled() == (code, True)
-        assert "damaged" in caplog.text
-    caplog.clear()
-    assert compiled() == (code, False)
-    assert not caplog.text
-
-
-@pytest.mark.usefixtures("_compiler")
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, monkeypatch, caplog):
-    (tmp_path / "file").write_text("no folder")
-    monkeypatch.setenv("DDP_QUANT_HOOKS_CACHE", str(tmp_path / "file" / "cache"))
-    assert compile_program(affine_program("decode", torch.float32), "sm_90")
-    assert "not kept on disk" in caplog.text
-
-
-@pytest.mark.usefixtures("_compiler")
-def test_nothing_is_left_of_code_that_cannot_be_kept_whole(tmp_path, caplog):
-    """As on a full disk: the system refuses files of this length."""
-    resource = pytest.importorskip("resource", reason="needs POSIX limits")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        assert compile_program(affine_program("decode", torch.float32), "sm_90")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "not kept on disk" in caplog.text
-    assert [*(tmp_path / "cache").iterdir()] == []
-
-
-def _compiled(_):
-    programs = [block_program(Layout(kind, 64), dtype=torch.float32) for kind in ("int8", "int4")]
-    return [compile_program(program, "sm_90") for program in programs]
-
-
-@pytest.mark.usefixtures("_compiler")
-def test_ranks_that_start_together_share_one_cache():
-    first, second = run_ranks(_compiled, 2, backend=None)
-    assert first == second
-    assert first[0] != first[1]
 
 
 @pytest.mark.parametrize(

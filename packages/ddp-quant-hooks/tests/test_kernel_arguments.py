@@ -97,7 +97,7 @@ REFUSED = {
         lambda m: m.encode(message=m.message(16_384).to("meta")),
     ),
     "a short message": (
-        f"message must be flat, contiguous and {BYTES} long",
+        rf"message must be contiguous and of shape \({BYTES},\)",
         lambda m: m.encode(message=m.message(16_384)[:-1]),
     ),
     "affine values of another length": (

@@ -1,5 +1,6 @@
 """Machine code that another user could have written is not run: a chosen library, and cached GPU programs."""
 
+import io
 import os
 import shutil
 import stat
@@ -14,6 +15,7 @@ from ddp_quant_hooks import kernels
 from ddp_quant_hooks.kernels.cpu import CpuKernels, library_path
 from ddp_quant_hooks.kernels.owned_files import ForeignFileError
 from ddp_quant_hooks.kernels.programs import affine_program, compile_program
+from dist_utils.testing import run_ranks
 
 as_root = pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away"
@@ -97,33 +99,38 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "above" / "cache"
 
 
-def compiled():
-    return compile_program(affine_program("decode", torch.float32), "sm_90")
+def compiled(architecture="sm_90"):
+    """Return the code, and whether a compiler made it: only then is there a report."""
+    logs = io.StringIO()
+    code = compile_program(affine_program("decode", torch.float32), architecture, logs=logs)
+    return code, "registers" in logs.getvalue()
 
 
-def _entry(cache):
-    (entry,) = (path for path in cache.rglob("*") if path.is_file() and path.stat().st_size > 1000)
-    return entry
+def _entries(cache):
+    return [path for path in cache.rglob("*") if path.is_file() and path.stat().st_size > 1000]
 
 
 def test_the_cache_is_made_for_its_user_alone(cache, caplog):
     before = os.umask(0)  # the user's own setting must not matter
     try:
-        assert compiled() == compiled()
+        code, by_compiler = compiled()
+        assert by_compiler
+        assert compiled() == (code, False)
     finally:
         os.umask(before)
     assert not caplog.text
     assert [stat.S_IMODE(path.stat().st_mode) for path in (cache.parent, cache)] == [0o700] * 2
-    assert stat.S_IMODE(_entry(cache).stat().st_mode) == 0o600
+    (entry,) = _entries(cache)
+    assert stat.S_IMODE(entry.stat().st_mode) == 0o600
 
 
 def test_a_cache_that_others_may_write_or_own_is_not_used(cache, caplog):
-    code = compiled()
-    entry = _entry(cache)
+    code, _ = compiled()
+    (entry,) = _entries(cache)
 
     def said():
         caplog.clear()
-        assert compiled() == code
+        assert compiled()[0] == code
         return caplog.text
 
     cache.chmod(0o755)  # as made by earlier versions
@@ -137,3 +144,48 @@ def test_a_cache_that_others_may_write_or_own_is_not_used(cache, caplog):
             assert f"{path} belongs to user {OTHER}" in said()
             os.chown(path, 0, -1)
     assert not said()
+
+
+def test_damaged_programs_are_compiled_again(cache, caplog):
+    code, _ = compiled()
+    assert compiled("sm_80")[0] != code
+    assert len(_entries(cache)) == 2
+    for damage in (lambda data: data[:-100], lambda data: data[:500] + b"x" + data[501:], lambda _: b""):
+        for path in _entries(cache):
+            path.write_bytes(damage(path.read_bytes()))
+        caplog.clear()
+        assert compiled() == (code, True)
+        assert "damaged" in caplog.text
+    caplog.clear()
+    assert compiled() == (code, False)
+    assert not caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(cache, caplog):
+    cache.parent.write_text("no folder")
+    assert compiled()[0]
+    assert "not kept on disk" in caplog.text
+
+
+def test_nothing_is_left_of_code_that_cannot_be_kept_whole(cache, caplog):
+    """As on a full disk: the system refuses files of this length."""
+    resource = pytest.importorskip("resource", reason="needs POSIX limits")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        assert compiled()[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "not kept on disk" in caplog.text
+    assert [*cache.iterdir()] == []
+
+
+def _compiled(_):
+    return compiled()[0], compiled("sm_80")[0]
+
+
+@pytest.mark.usefixtures("cache")
+def test_ranks_that_start_together_share_one_cache():
+    first, second = run_ranks(_compiled, 2, backend=None)
+    assert first == second
+    assert first[0] != first[1]

@@ -1,4 +1,4 @@
-"""Average values in few bits: by a plan, in an exchange, with residuals; some of them without compression."""
+"""Average values in few bits: by a plan, in an exchange, with residuals."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class AutoState(HookState):
         self._loaded: str | None = None
         self._running: Step | None = None
         self._now: Trial | Choice
-        self._turn: TrialPass | None
+        self._turn: TrialPass
         self._begin_trial()
 
     @property
@@ -110,6 +110,10 @@ class AutoState(HookState):
     def trying(self) -> bool:
         """Whether candidates are being tried."""
         return isinstance(self._now, Trial)
+
+    @property
+    def _in_use(self) -> Candidate:
+        return self.candidates[(self.choice or self._turn).candidate]
 
     def bind(self, ddp: DistributedDataParallel) -> "Self":
         """Bind this state and those of its candidates to a model; see :meth:`HookState.bind`."""
@@ -163,11 +167,11 @@ class AutoState(HookState):
         Raises:
             CandidateError: The candidate raises, during the trial.
         """
-        candidate, turn = self.candidates[self._in_use], self._turn
-        if turn is None:
+        candidate = self._in_use
+        if not self.trying:
             return candidate.hook(candidate.state, bucket)
-        call = partial(_try, self._in_use, candidate, bucket)
-        return turn.average(self.worker, bucket.buffer(), call)
+        call = partial(_try, self._turn.candidate, candidate, bucket)
+        return self._turn.average(self.worker, bucket.buffer(), call)
 
     def refuse_capture(self, buffer: torch.Tensor) -> None:
         """Raise if a bucket is captured in a CUDA graph, which would repeat one step's candidate forever.
@@ -185,7 +189,7 @@ class AutoState(HookState):
 
         See :meth:`QuantizedAllreduceState.discard_step`.
         """
-        if (state := self.candidates[self._in_use].averaging) is not None:
+        if (state := self._in_use.averaging) is not None:
             state.discard_step()
 
     def rescale(self, factor: float) -> None:
@@ -317,35 +321,31 @@ class AutoState(HookState):
 
     def _begin_pass(self, trial: Trial, device: torch.device) -> None:
         found = trial.next_pass(Mark(device), self.worker)
+        before, after = self._in_use, self.candidates[found.candidate]
+        # A sample measures the error of one pass, without residuals of earlier ones.
+        anew = isinstance(found, Choice) or found.sampled is not None
+        for candidate in (before, after) if anew or before is not after else ():
+            if candidate.averaging is not None:
+                candidate.averaging.wait()
+                candidate.averaging.feedback.forget()  # residuals would be of a gradient from long ago
         if isinstance(found, TrialPass):
             self._turn = found
-            # A sample measures the error of one pass, without residuals of earlier ones.
-            self._use(found.candidate, anew=found.sampled is not None)
-        else:
-            self._use(found.candidate, anew=True)
-            self._choose(found)
-            if self.process_group.rank() == 0:
-                _log.info("AutoState: %s", found.why)
+            return
+        self._choose(found)
+        if self.process_group.rank() == 0:
+            _log.info("AutoState: %s", found.why)
 
     def _begin_trial(self) -> None:
-        self._now, self._turn = Trial(list(self.candidates), self.max_error, self._known_errors()), None
-        self._in_use = next(iter(self.candidates))
+        self._now = Trial(list(self.candidates), self.max_error, self._known_errors())
+        self._turn = TrialPass(next(iter(self.candidates)))
 
     def _choose(self, choice: Choice) -> None:
-        self._now, self._turn, self._in_use = choice, None, choice.candidate
+        self._now = choice
         super().close()
-        chosen = self.candidates[choice.candidate]
+        chosen = self._in_use
         for candidate in self.candidates.values():
             if candidate.state is not chosen.state:
                 candidate.close()
-
-    def _use(self, name: str, *, anew: bool) -> None:
-        """Switch to a candidate, and drop residuals: they would be of a gradient from long ago."""
-        before, self._in_use = self._in_use, name
-        for one in {before, name} if anew or before != name else ():
-            if (state := self.candidates[one].averaging) is not None:
-                state.wait()
-                state.feedback.forget()
 
     def __reduce__(self) -> Any:
         warnings.warn(

@@ -13,7 +13,7 @@ from ddp_quant_hooks.kernels.layout import SCALE_BYTES, Layout, is_integer
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that can be encoded and decoded."""
 
-_RESIDUAL_DTYPES = (torch.bfloat16,)
+RESIDUAL_DTYPES = (torch.bfloat16,)
 """fp16 lacks the range: rounding errors of small gradients would be zero."""
 
 Uses: TypeAlias = list[tuple[str, torch.Tensor, bool]]
@@ -92,13 +92,13 @@ class KernelCall(NamedTuple):
         ]
         uses: Uses = []
         if values is not None:
-            check_flat("values", values, VALUE_DTYPES, count, device)
+            check_tensor("values", values, VALUE_DTYPES, (count,), device)
             uses.append(("values", values, not outgoing))
         check_messages(incoming, self.layout, device)
         check_messages(outgoing, self.new_layout, device)
         for name, tensor in (("residual", self.residual), ("new_residual", self.new_residual)):
             if tensor is not None:
-                check_flat(name, tensor, _RESIDUAL_DTYPES, count, device)
+                check_tensor(name, tensor, RESIDUAL_DTYPES, (count,), device)
                 uses.append((name, tensor, name == "new_residual"))
         if incoming and outgoing and self.layout == self.new_layout:  # a block is read before it is written
             in_place = self.outgoing[0].data_ptr()
@@ -120,21 +120,21 @@ class KernelCall(NamedTuple):
             raise ValueError(f"lengths must be at least 0 and sum to the number of values, got {lengths}")
 
 
-def check_flat(
+def check_tensor(
     name: str,
     tensor: torch.Tensor,
     dtypes: tuple[torch.dtype, ...],
-    length: int,
+    shape: tuple[int, ...],
     device: torch.device,
     alignment: int | None = None,
 ) -> None:
-    """Raise unless ``tensor`` is flat, of this length, on the device, and in memory as kernels read it."""
+    """Raise unless ``tensor`` is of this shape, on the device, and in memory as kernels read it."""
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} must be of {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-    if tensor.dim() != 1 or tensor.numel() != length or not tensor.is_contiguous():
+    if tensor.shape != shape or not tensor.is_contiguous():
         raise ValueError(
-            f"{name} must be flat, contiguous and {length} long, got shape {tuple(tensor.shape)} "
-            f"with strides {tensor.stride()}"
+            f"{name} must be contiguous and of shape {shape}, got shape {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()}"
         )
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
@@ -154,7 +154,7 @@ def check_messages(
     """Raise unless each message has its number of values."""
     sizes = {length: layout.message_bytes(length) for length in {length for *_, length in messages}}
     for name, message, length in messages:
-        check_flat(name, message, (torch.uint8,), sizes[length], device, SCALE_BYTES)
+        check_tensor(name, message, (torch.uint8,), (sizes[length],), device, SCALE_BYTES)
 
 
 def refuse_overlap(uses: Uses) -> None:

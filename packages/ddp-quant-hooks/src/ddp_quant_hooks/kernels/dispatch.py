@@ -16,8 +16,8 @@ from ddp_quant_hooks.kernels.affine import AffineLayout
 from ddp_quant_hooks.kernels.call import (
     VALUE_DTYPES,
     KernelCall,
-    check_flat,
     check_messages,
+    check_tensor,
     mark_written,
     refuse_overlap,
 )
@@ -265,12 +265,14 @@ def _check_affine(
     if values.numel() != layout.values:  # messages of a few more have the same length
         raise ValueError(f"values must be {layout.values} long, as the layout says, got {values.numel()}")
     dtypes = VALUE_DTYPES if layout.dtype == torch.float32 else (torch.float64,)
-    check_flat("values", values, dtypes, layout.values, values.device)
+    check_tensor("values", values, dtypes, (layout.values,), values.device)
     if not messages:
         raise ValueError("there must be at least one message")
     named = [("message" if encodes else f"messages[{index}]", each) for index, each in enumerate(messages)]
     for name, message in named:
-        check_flat(name, message, (torch.uint8,), layout.message_bytes, values.device, layout.dtype.itemsize)
+        check_tensor(
+            name, message, (torch.uint8,), (layout.message_bytes,), values.device, layout.dtype.itemsize
+        )
     uses = [("values", values, not encodes), *((name, message, encodes) for name, message in named)]
     refuse_overlap(uses)
     mark_written(uses)

@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import pad
 
 from ddp_quant_hooks.kernels import rotation
-from ddp_quant_hooks.kernels.call import VALUE_DTYPES
+from ddp_quant_hooks.kernels.call import RESIDUAL_DTYPES, VALUE_DTYPES, check_tensor
 
 SUMS_OF_ROW = 16
 ROWS_OF_SUM = 256
@@ -107,29 +107,20 @@ class FactorCall(NamedTuple):
             ValueError: It is of another shape, on another device, or has gaps.
         """
         values, residual = self.matrix
-        if values.dtype not in VALUE_DTYPES:
-            raise TypeError(f"values must be of {' or '.join(map(str, VALUE_DTYPES))}, got {values.dtype}")
         whole, left, right = (self.rows, self.columns), (self.rank, self.rows), (self.rank, self.columns)
-        sums = left if self.kernel in {"multiply", "find_basis"} else right
-        for name, tensor, dtype, shape in (
-            ("values", values, values.dtype, whole),
-            ("residual", residual, torch.bfloat16, whole),
-            ("new_residual", self.new_residual, torch.bfloat16, whole),
-            ("left", self.left, torch.float32, left),
-            ("right", self.right, torch.float32, right),
-            ("mean_right", self.mean_right, torch.float32, right),
-            ("sums", self.sums, torch.float32, sums),
-            ("weights", self.weights, torch.float32, left),
+        sums, fp32 = left if self.kernel in {"multiply", "find_basis"} else right, (torch.float32,)
+        for name, tensor, dtypes, shape in (
+            ("values", values, VALUE_DTYPES, whole),
+            ("residual", residual, RESIDUAL_DTYPES, whole),
+            ("new_residual", self.new_residual, RESIDUAL_DTYPES, whole),
+            ("left", self.left, fp32, left),
+            ("right", self.right, fp32, right),
+            ("mean_right", self.mean_right, fp32, right),
+            ("sums", self.sums, fp32, sums),
+            ("weights", self.weights, fp32, left),
         ):
-            if tensor is None or tensor is _NOTHING:
-                continue
-            if tensor.dtype != dtype:
-                raise TypeError(f"{name} must be of {dtype}, got {tensor.dtype}")
-            if tuple(tensor.shape) != shape or not tensor.is_contiguous() or tensor.device != self.device:
-                raise ValueError(
-                    f"{name} must be contiguous, of shape {shape} and on {self.device}, got "
-                    f"{tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
-                )
+            if tensor is not None and tensor is not _NOTHING:
+                check_tensor(name, tensor, dtypes, shape, self.device)
 
 
 @torch.no_grad()
