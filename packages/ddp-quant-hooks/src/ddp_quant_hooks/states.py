@@ -112,8 +112,8 @@ class AveragingState(FeedbackState):
         """
         if (self.feedback.wanted or self.options.sample_every) and is_captured(buffer.device):
             raise RuntimeError(
-                f"a CUDA graph cannot hold what changes from step to step: a {type(self).__name__} must have "
-                "error_feedback='none' and sample_every=0, and factors always change"
+                "a CUDA graph cannot hold what changes from step to step, as residuals, factors and samples "
+                "do: use a QuantizedAllreduceState with error_feedback='none' and sample_every=0"
             )
 
     def _place(self) -> None:
