@@ -12,7 +12,7 @@ torch.distributed.all_reduce in fp32 on the same schedule (``training.against_re
 Bytes are those that rank 0 sends over TCP in one outer step of the whole model. All ranks share one
 machine: the times say nothing about a network.
 
-Writes results/diloco.json and .png.
+Writes results/diloco.json.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from drawing import BLUE, save, subplots
 from harness import Benchmark, Found
 from tasks import Language
 from torch import nn
@@ -219,23 +218,6 @@ def compare(options: Namespace) -> Iterator[Found]:
     yield ("configurations",), found
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw every seed's final loss beside fp32's."""
-    compared = [name for name in results["configurations"] if name != reference_of(name)]
-    figure, (axis,) = subplots([0.6 + 0.3 * len(compared)], "Final loss of each seed, minus that of fp32")
-    for place, name in enumerate(compared):
-        by_seed = results["configurations"][name]["difference_to_fp32"]["by_seed"]
-        axis.plot(by_seed, [place] * len(by_seed), "o", color=BLUE)
-    if (spread := results["fp32_standard_deviation_over_seeds"]) is not None:
-        axis.axvspan(-spread, spread, color="0.9")
-    axis.axvline(0, color="0.3", linewidth=1)
-    axis.set_yticks(range(len(compared)), compared)
-    axis.set_ylim(len(compared) - 0.5, -0.5)
-    axis.locator_params(axis="x", nbins=5)
-    axis.set(xlabel="gray: standard deviation of fp32 over seeds")
-    save(figure, path)
-
-
 if __name__ == "__main__":
     benchmark = Benchmark(__file__, __doc__)
     help_ = f"a multiple of {EVERY}, at least {4 * EVERY}"
@@ -252,5 +234,4 @@ if __name__ == "__main__":
             "parameters": sum(parameter.numel() for parameter in Language().model().parameters()),
             "training": f"means of {EVERY} steps and of all seeds",
         },
-        draw=draw,
     )

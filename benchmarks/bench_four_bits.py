@@ -15,7 +15,7 @@ gradient of a large batch, relative to that of fp32's step: 0.98 is a step that 
 exact ones: a loss that remains there is not caused by the second moment, which noise raises.
 
 The other columns are errors of the averages, for parameters of at most one dimension (biases, norms) and for
-the rest: as the hook sends them, with ``exact_1d``, and with blocks of their own, which no hook has.
+the rest: as the hook sends them, and with ``exact_1d``.
 
 Writes results/four_bits.json.
 """
@@ -36,6 +36,7 @@ from bench_quant_accuracy import Simulation
 from harness import Benchmark, Found
 from tasks import TASKS, Task
 from torch import nn
+from training import over_seeds
 
 from ddp_quant_hooks.kernels import Layout
 
@@ -187,20 +188,6 @@ class Progress:
         return float((self.lost[part].sum() / self.whole[part].sum().clamp_min(1e-38)).sqrt())
 
 
-class OwnBlocks:
-    """Averages with no block shared by two parameters, which no hook does."""
-
-    def __init__(self, options: dict[str, Any], parts: list[slice]) -> None:
-        smalls = [torch.zeros(part.stop - part.start, dtype=torch.bool) for part in parts]
-        self._parts, self._alone = parts, [Averaging(options, small) for small in smalls]
-        self.bytes_ratio = float("nan")
-
-    def average(self, gradients: torch.Tensor) -> torch.Tensor:
-        """Return the average that every rank gets."""
-        alone = zip(self._alone, self._parts, strict=True)
-        return torch.cat([averaging.average(gradients[:, part].contiguous()) for averaging, part in alone])
-
-
 def measure(name: str, seed: int, steps: int) -> dict[str, Any]:
     """Return every scheme's figures on one training of a task."""
     task: Task = TASKS[name]()
@@ -215,9 +202,6 @@ def measure(name: str, seed: int, steps: int) -> dict[str, Any]:
         scheme: Progress(Averaging(options, small), len(small), adam=adam)
         for scheme, options in SCHEMES.items()
     }
-    for scheme in ("int8", 'int4, feedback "none"'):
-        alone: Any = OwnBlocks(SCHEMES[scheme], parts)
-        followed[f"{scheme}, own blocks"] = Progress(alone, len(small), adam=adam)
     exact = Progress(Exact(), len(small), adam=adam)
     for moment in training(task, model, seed=seed, steps=steps):
         for progress in (exact, *followed.values()):
@@ -269,24 +253,17 @@ COLUMNS = {
 
 def compare(name: str, options: Namespace) -> Iterator[Found]:
     """Measure every scheme on a task, and print a table of means."""
-    found = _over_seeds([measure(name, seed, options.steps) for seed in range(options.seeds)])
+    runs = [measure(name, seed, options.steps) for seed in range(options.seeds)]
+    found = {
+        scheme: {key: over_seeds([run[scheme][key] for run in runs]) for key in figures}
+        for scheme, figures in runs[0].items()
+    }
     print(f"\n{name}: {options.steps} steps, {options.seeds} seed(s), means")
     print(f"  {'':<40}" + "".join(f"{title:>16}" for title in COLUMNS.values()))
     for scheme, entry in found.items():
         cells = (f"{entry[key]['mean']:>16.3f}" if key in entry else f"{'-':>16}" for key in COLUMNS)
         print(f"  {scheme:<40}{''.join(cells)}", flush=True)
     yield ("tasks", name), found
-
-
-def _over_seeds(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        scheme: {
-            key: {"mean": statistics.fmean(values), "range": [min(values), max(values)]}
-            for key in figures
-            if math.isfinite((values := [run[scheme][key] for run in runs])[0])
-        }
-        for scheme, figures in runs[0].items()
-    }
 
 
 if __name__ == "__main__":

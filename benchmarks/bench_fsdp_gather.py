@@ -8,7 +8,7 @@ what passes a host's interface in one pass, in the busier direction, headers and
 each parameter. ``small`` are gathers of one small module on loopback. ``calls`` is the time of the calls that
 encode and decode a module of many ranks, without any communication. ``inside`` compares what ranks of a host
 can send each other, for one module: the messages of 8 bits, or what these decode to. Writes
-results/fsdp_gather.json and .png.
+results/fsdp_gather.json.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from drawing import bars_of, draw_bars
 from fsdp_steps import BATCH, PARAMETERS, RATES, WIDTH, model, times_of
 from harness import Benchmark, Found, in_turns, load, print_times, slowest, spread
 from rank_processes import on_ranks
@@ -212,17 +210,6 @@ def calls(options: Namespace) -> Iterator[Found]:
         yield ("calls", name), entry
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw the times, one panel for each placement and rate."""
-    panels = {
-        f"{where}, {RATES[rate]}": bars_of(entries)
-        for where, rates in results.get("times", {}).items()
-        for rate, entries in rates.items()
-    }
-    if panels:
-        draw_bars(panels, "ms", path, title="Forward and backward with FSDP2, emulated hosts")
-
-
 if __name__ == "__main__":
     parts = {
         f"{len(set(PLACEMENTS[where]))}-hosts-{rate}": partial(cases, rate, where)
@@ -231,5 +218,5 @@ if __name__ == "__main__":
     }
     facts = {"parameters": PARAMETERS, "batch": BATCH}
     Benchmark(__file__, __doc__, repeats=5).run(
-        {**parts, "small": small, "calls": calls, "inside": inside}, facts=facts, draw=draw
+        {**parts, "small": small, "calls": calls, "inside": inside}, facts=facts
     )

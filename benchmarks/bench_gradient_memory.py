@@ -1,26 +1,19 @@
 """Memory for gradients: DDP's ordinary loop, the overlap, and the overlap that releases them.
 
     python benchmarks/bench_gradient_memory.py           # everything, ten minutes
-    python benchmarks/bench_gradient_memory.py peaks --runs 1
-    python benchmarks/bench_gradient_memory.py limit     # needs root and the memory controller of cgroup v1
+    python benchmarks/bench_gradient_memory.py --runs 1
 
 Two ranks on Gloo, linear layers of 192 MiB in 12 buckets, AdamW (fused) and SGD. Writes
 results/gradient_memory.json and .png.
 
-peaks: peak memory of a fresh process above its level after making the DDP model, in MiB, of the rank with
+Peak memory of a fresh process above its level after making the DDP model, in MiB, of the rank with
 more: of the first pass, in which DDP has all gradients in one bucket, and of four later ones. The allocator
 keeps no freed memory, because what it keeps would differ from run to run.
-
-limit: one program, with an unchanged allocator, in a control group with limited memory: how it ends on each
-side.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,8 +34,6 @@ SIDES = (ORDINARY, OVERLAPPED, RELEASED)
 WIDTH, LAYERS = 2048, 12
 MODEL = 4 * WIDTH * WIDTH * LAYERS / 2**20
 PASSES = 5
-_CGROUPS = Path("/sys/fs/cgroup/memory")
-GROUP = f"gradient_memory_{os.getpid()}"
 
 
 def make_optimizer(name: str, ddp: nn.Module) -> torch.optim.Optimizer:
@@ -117,48 +108,6 @@ def all_peaks(options: Namespace) -> Iterator[Found]:
         yield ("peaks", "cases", f"{name}, gradient_as_bucket_view={view}"), row
 
 
-def train_with_adamw(rank: int, side: str) -> None:  # noqa: ARG001
-    """Train on one rank of the program that runs in a control group, like any other program."""
-    train(*make_side(side, "AdamW", view=False), passes=PASSES)
-
-
-def run_limited(side: str, mib: int | None) -> dict[str, Any]:
-    """Run the program; return its memory use, and whether it finished."""
-    group = memory.make_group(GROUP, None if mib is None else mib << 20)
-    try:
-        program = "import sys, bench_gradient_memory as bench; bench.run_program(sys.argv[1])"
-        enter = f'echo $$ > {group}/cgroup.procs; exec "$@"'
-        command = ["sh", "-c", enter, "sh", sys.executable, "-c", program, side]
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, check=False)
-        killed = dict(line.split() for line in (group / "memory.oom_control").read_text().splitlines())
-        return {
-            "ended_well": done.returncode == 0,
-            "killed_by_the_limit": int(killed["oom_kill"]),
-            "most_used_mib": round(int((group / "memory.max_usage_in_bytes").read_text()) / 2**20),
-        }
-    finally:
-        memory.remove_group(GROUP)
-
-
-def run_program(side: str) -> None:
-    """Train on two ranks."""
-    run_ranks(train_with_adamw, 2, side, timeout=240)
-
-
-def find_limit(options: Namespace) -> Iterator[Found]:  # noqa: ARG001
-    """Measure every side's memory use without a limit, and how each ends with a limit between them."""
-    if not os.access(_CGROUPS, os.W_OK):
-        print(f"no limit: {_CGROUPS} is not there, or not ours", file=sys.stderr)
-        return
-    free = {side: run_limited(side, None) for side in SIDES}
-    limit = round((free[ORDINARY]["most_used_mib"] + free[RELEASED]["most_used_mib"]) / 2)
-    limited = {side: run_limited(side, limit) for side in SIDES}
-    found = {"without a limit": free, "limit_mib": limit, "with the limit": limited}
-    for name, entry in found.items():
-        print(f"{name}: {entry}")
-        yield ("limit", name), entry
-
-
 def draw(results: dict[str, Any], path: Path) -> None:
     """Draw the peaks of passes after the first."""
     panels = {
@@ -175,5 +124,4 @@ def draw(results: dict[str, Any], path: Path) -> None:
 if __name__ == "__main__":
     benchmark = Benchmark(__file__, __doc__)
     benchmark.parser.add_argument("--runs", type=int, default=3, help="runs of every side, for peaks")
-    parts = {"peaks": all_peaks, "limit": find_limit}
-    benchmark.run(parts, facts={"model_mib": MODEL}, draw=draw)
+    benchmark.run({"peaks": all_peaks}, facts={"model_mib": MODEL}, draw=draw)

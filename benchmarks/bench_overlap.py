@@ -1,4 +1,4 @@
-"""Overlapped optimizer steps against the ordinary loop and PyTorch's overlap: time and launch cost.
+"""Overlapped optimizer steps against the ordinary loop and PyTorch's overlap.
 
     python benchmarks/bench_overlap.py             # everything, half an hour
     python benchmarks/bench_overlap.py loopback --models 10MB --repeats 20
@@ -25,7 +25,7 @@ import statistics
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import fp16_compress_hook
 from ddp_optim_overlap import overlap_optimizer
-from ddp_optim_overlap.optimizers.partial_steps import PartialSteps
-from ddp_optim_overlap.passes.bucket import lend_gradients
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 
 ORDINARY, HOOKED, PYTORCH, OURS, RELEASED = (
@@ -234,51 +232,6 @@ def hooks(options: Namespace) -> Iterator[Found]:
             yield ("hooks", case), found
 
 
-def launch_ways(kind: str, count: int, size: int) -> dict[str, Callable[[], None]]:
-    """Return the ways to step ``count`` parameters of 64 values, ``size`` of them per bucket."""
-    parameters = [nn.Parameter(torch.randn(64)) for _ in range(count)]
-    gradients = [torch.randn(64) for _ in parameters]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    whole = torch.optim.AdamW(parameters, lr=1e-4, **{kind: True})  # type: ignore[arg-type]
-    single = [torch.optim.AdamW([one], lr=1e-4, **{kind: True}) for one in parameters]  # type: ignore[arg-type]
-    partial_steps = PartialSteps(whole)
-    averaged = [gradient.clone() for gradient in gradients]
-
-    def in_buckets() -> None:
-        partial_steps.begin()
-        for begin in range(0, count, size):
-            part = parameters[begin : begin + size]
-            with torch.no_grad(), lend_gradients(part, averaged[begin : begin + size]):
-                partial_steps.step(part)
-        partial_steps.finish()
-
-    def one_by_one() -> None:
-        for optimizer in single:
-            optimizer.step()
-
-    return {
-        "one step": whole.step,
-        "ours: steps of buckets": in_buckets,
-        "one optimizer per parameter": one_by_one,
-    }
-
-
-def launch(_: Namespace) -> Iterator[Found]:
-    """Measure one step of small parameters, as a whole, in buckets and one by one."""
-    count, buckets, elements = 200, 10, 64
-    torch.set_num_threads(1)
-    for name, value in {"parameters": count, "elements": elements, "buckets": buckets}.items():
-        yield ("launch", name), value
-    for kind in [kind for kind in KINDS if kind != SGD]:
-        times = in_turns(launch_ways(kind, count, count // buckets), 200, warm_up=20)
-        found = {name: spread([1e3 * one for one in seconds], digits=3) for name, seconds in times.items()}
-        for entry in found.values():
-            entry["of_one_step"] = round(entry["median_ms"] / found["one step"]["median_ms"], 2)
-        print_times(f"AdamW, {kind}", found, "one step")
-        yield ("launch", kind), found
-
-
 def draw(results: dict[str, Any], path: Path) -> None:
     """Draw the steps of the larger model, where there are any."""
     panels = {}
@@ -297,4 +250,4 @@ if __name__ == "__main__":
     add("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     add("--batches", type=int, nargs="+", help="rows; default: 8, and for stacks on loopback also 64")
     parts = {where: partial(whole_steps, where) for where in CASES}
-    benchmark.run({**parts, "hooks": hooks, "launch": launch}, draw=draw)
+    benchmark.run({**parts, "hooks": hooks}, draw=draw)
