@@ -50,7 +50,7 @@ _GROUPS = {  # folder and limit file of control groups, in both versions of them
 }
 
 
-def make_group(name: str, limit: int | None = None) -> Path:
+def make_group(name: str, limit: int) -> Path:
     """Make a control group whose processes together may take ``limit`` bytes; return its folder.
 
     Raises:
@@ -60,8 +60,7 @@ def make_group(name: str, limit: int | None = None) -> Path:
         if (parent / file).exists() or any(parent.glob(f"*/{file}")):
             group = parent / name
             group.mkdir()
-            if limit is not None:
-                (group / file).write_text(str(limit))
+            (group / file).write_text(str(limit))
             return group
     raise OSError("no control group of memory is mounted")
 

@@ -13,8 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from dist_utils import GroupLike, resolve_group
 from dist_utils.comm_hooks import HookState
 
-Accumulate: TypeAlias = Literal["wire", "fp32"]
-
 Clamp: TypeAlias = Callable[[torch.Tensor, float], torch.Tensor]
 """Brings finite values into ``[-limit, limit]``."""
 
@@ -55,7 +53,7 @@ class CompressState(HookState):
         process_group: GroupLike = None,
         *,
         wire_dtype: torch.dtype | None = None,
-        accumulate: Accumulate = "wire",
+        accumulate: Literal["wire", "fp32"] = "wire",
         saturate: bool = False,
     ) -> None:
         if wire_dtype is not None and not isinstance(wire_dtype, torch.dtype):
@@ -68,7 +66,7 @@ class CompressState(HookState):
             raise TypeError(f"saturate must be True or False, got {saturate!r}")
         super().__init__(process_group)
         self.wire_dtype = wire_dtype
-        self.accumulate: Accumulate = accumulate
+        self.accumulate = accumulate
         self.saturate = saturate
         # Tensors where the gradients are, because counting on a GPU must not wait for it.
         self._saturated: dict[torch.device, torch.Tensor] = {}
@@ -110,5 +108,7 @@ def as_state(state: GroupOrState) -> CompressState:
     """Return ``state`` itself, or the state with default options of the group that it names."""
     if isinstance(state, CompressState):
         return state
+    if torch.compiler.is_dynamo_compiling():  # it cannot trace a table, and a graph compares nothing
+        return CompressState(state)
     group = resolve_group(state)
     return _of_groups.get(group) or _of_groups.setdefault(group, CompressState(group))

@@ -177,8 +177,6 @@ def _state_of(hook: CommHook, hook_state: Any) -> CompressState | None:
     """
     if isinstance(hook_state, CompressState):
         return hook_state
-    if hook_state is None and not none_means_world(hook):
-        return None
-    named = None if hook_state is None else getattr(hook_state, "process_group", ...)
-    group = hook_state if isinstance(hook_state, (dist.ProcessGroup, DeviceMesh)) else named
-    return as_state(group) if group is None or isinstance(group, (dist.ProcessGroup, DeviceMesh)) else None
+    group = getattr(hook_state, "process_group", hook_state)
+    is_world = group is None and (hook_state is not None or none_means_world(hook))
+    return as_state(group) if is_world or isinstance(group, (dist.ProcessGroup, DeviceMesh)) else None

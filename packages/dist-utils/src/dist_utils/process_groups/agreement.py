@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from dist_utils import torch_compat
 from dist_utils.process_groups.errors import error_text
-from dist_utils.process_groups.groups import GroupLike, resolve_group, timeout_seconds
+from dist_utils.process_groups.groups import GroupLike, collective_device, resolve_group
 
 
 class AgreementError(RuntimeError):
@@ -144,7 +144,7 @@ def compare(
     """
     claim, seconds = Claim(f"{title}", {}), None
     try:
-        claim = Claim(claim.title, term_texts(terms()), note())
+        claim = Claim(claim.title, _term_texts(terms()), note())
         seconds = None if timeout is None else timeout.total_seconds()
     except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         problem = error if problem is None else problem
@@ -154,7 +154,8 @@ def compare(
         return Verdict(name=uuid.uuid4().hex, notes=(claim.note,) * group.size())
     if problem is not None:
         claim = claim._replace(problem=error_text(problem)[:_LONGEST_TEXT])
-    seconds = timeout_seconds(group) if seconds is None else seconds
+    if seconds is None:
+        seconds = torch_compat.group_timeout(group, collective_device(group)).total_seconds()
     digest = hashlib.sha256(json.dumps(claim.terms).encode()).hexdigest()
     try:
         with store_connection() as store:
@@ -310,7 +311,7 @@ def _by_value(values: Sequence[str], ranks: Sequence[int]) -> str:
     )
 
 
-def term_texts(terms: Mapping[str, object] | None) -> dict[str, str]:
+def _term_texts(terms: Mapping[str, object] | None) -> dict[str, str]:
     """Return terms as they are compared, in the order of their names."""
     return {f"{name}": _term_text(value) for name, value in sorted((terms or {}).items())}
 
@@ -327,6 +328,48 @@ def _term_text(value: object) -> str:
         opened, closed = "[]" if kind is list else "()"
         return f"{opened}{', '.join(map(_term_text, value))}{closed}"  # type: ignore[call-overload]
     return repr(value)
+
+
+_MOST = 1 << 16
+"""After so many comparisons all that is known is forgotten, and compared anew."""
+
+
+class KnownTerms:
+    """The terms on which ranks have agreed."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, weakref.ref[object] | None] = {}  # with what it is about
+        self._compared = 0
+
+    def require(
+        self, group: dist.ProcessGroup, title: str, terms: Mapping[str, object], about: object | None
+    ) -> None:
+        """Return if all ranks have agreed on this title and these terms; compare them if they are new.
+
+        Args:
+            group: The ranks.
+            title: As for :func:`dist_utils.require_same_terms`.
+            terms: Likewise.
+            about: An object: what is known about it is forgotten with it, and nothing is known about another.
+        """
+        try:
+            text = f"{title!r} {_term_texts(terms)}"
+            key = id(about), hashlib.sha256(text.encode()).digest()
+        except Exception:  # noqa: BLE001 - raised below, when the other ranks have heard of it
+            key = None
+        if key in self._known and _is(self._known[key], about):
+            return
+        if self._compared >= _MOST:  # on all ranks at once, as all have compared as often
+            self._known.clear()
+            self._compared = 0
+        require_same_terms(group, title, terms)
+        self._compared += 1
+        self._known[key] = None if about is None else weakref.ref(about)
+
+
+def _is(kept: weakref.ref[object] | None, about: object | None) -> bool:
+    """Return whether what is kept is about this object, and not about an earlier one in its place."""
+    return (None if kept is None else kept()) is about
 
 
 _spare: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()

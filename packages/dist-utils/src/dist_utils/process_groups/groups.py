@@ -1,4 +1,4 @@
-"""One way to name a process group; its ranks, devices and timeout."""
+"""One way to name a process group; its ranks and devices."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-
-from dist_utils import torch_compat
 
 GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 """What every function here accepts as a group: ``None`` is the default group (WORLD)."""
@@ -163,8 +161,3 @@ def collective_device(group: dist.ProcessGroup) -> torch.device:
     if "cpu" in types:
         return torch.device("cpu")
     return torch.device(types[0], torch.get_device_module(types[0]).current_device())
-
-
-def timeout_seconds(group: dist.ProcessGroup) -> float:
-    """Return how long a collective of ``group`` may take; torch's default if the group does not say."""
-    return torch_compat.group_timeout(group, collective_device(group)).total_seconds()

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
-from dist_utils.process_groups.agreement import Verdict, compare
+from dist_utils.process_groups.agreement import KnownTerms, Verdict, compare
 from dist_utils.process_groups.errors import FirstError, drop_frames, same_error
 from dist_utils.process_groups.groups import GroupLike, group_behind, resolve_group, runs_on_host
 from dist_utils.process_groups.jobs import HOST, InsideJob, Job, PartedJob, Parts, SideStreams
-from dist_utils.process_groups.known_terms import KnownTerms
 from dist_utils.process_groups.worker_thread import WorkerThread, await_connections, new_private_group
 
 if TYPE_CHECKING:
