@@ -291,7 +291,7 @@ class HookState:
     def measure_wait(self, device: torch.device) -> None:
         """Count the end of this backward pass in :attr:`seconds_waited`; once for a pass is enough.
 
-        For a hook that does not call :meth:`require_same_bucket`.
+        For a hook that does not call :meth:`begin_bucket`.
 
         Args:
             device: Where the bucket's gradients are.
@@ -301,7 +301,10 @@ class HookState:
     def begin_bucket(self, title: str, bucket: Bucket) -> AgreedBucket:
         """Begin a bucket: what every hook calls first, and what a subclass extends by its own preparations.
 
-        The bucket has arrived, as :meth:`bucket_came` notes, and all ranks give the hook the same one.
+        The bucket has arrived, as :meth:`bucket_came` notes, the end of the pass is measured, as
+        :meth:`measure_wait` does, and all ranks give the same bucket to the same hook, or raise. The state's
+        :meth:`terms` are compared before the first bucket, and then what belongs to each bucket: its index,
+        dtype, length and sparsity. A refusal is raised again until :meth:`close`.
 
         Args:
             title: The name of the hook.
@@ -311,41 +314,26 @@ class HookState:
             What stands for this bucket of these parameters from now on, until :meth:`close`.
 
         Raises:
-            AgreementError: As :meth:`require_same_bucket`. An error of a hook belongs to :meth:`fail` and to
-                :func:`dist_utils.comm_hooks.failed_future`.
-        """
-        key = title, bucket.index()
-        agreed = self._agreed_buckets.get(key)
-        if agreed is not None and agreed.comes_again(self._worker and self.worker, bucket):
-            self.bucket_came()
-            self.measure_wait(bucket.buffer().device)
-            return agreed
-        self.require_same_bucket(title, bucket)
-        agreed = self._agreed_buckets[key] = AgreedBucket(self._worker, bucket)
-        return agreed
-
-    def require_same_bucket(self, title: str, bucket: Bucket) -> None:
-        """Return if all ranks give the same bucket to the same hook, or raise on all ranks.
-
-        The state's :meth:`terms` are compared before the first bucket, and then what belongs to each bucket:
-        its index, dtype, length and sparsity. A refusal is raised again until :meth:`close`. The bucket has
-        arrived, as :meth:`bucket_came` notes, and the end of the pass is measured, as :meth:`measure_wait`
-        does.
-
-        A subclass that keeps what the ranks have agreed on elsewhere overrides this and
-        :meth:`require_same_call`.
-
-        Raises:
-            AgreementError: As :func:`dist_utils.comm_hooks.require_same_bucket`.
+            AgreementError: As :func:`dist_utils.comm_hooks.require_same_bucket`. An error of a hook belongs
+                to :meth:`fail` and to :func:`dist_utils.comm_hooks.failed_future`.
         """
         self.bucket_came()
         self.measure_wait(bucket.buffer().device)
-        require_same_bucket(self.worker, title, {}, bucket)
+        key = title, bucket.index()
+        agreed = self._agreed_buckets.get(key)
+        if agreed is None or not agreed.comes_again(self._worker and self.worker, bucket):
+            require_same_bucket(self.worker, title, {}, bucket)
+            agreed = self._agreed_buckets[key] = AgreedBucket(self._worker, bucket)
+        return agreed
+
+    def require_same_bucket(self, title: str, bucket: Bucket) -> None:
+        """Do as :meth:`begin_bucket`, and return nothing."""
+        self.begin_bucket(title, bucket)
 
     def require_same_call(
         self, title: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Do as :meth:`require_same_bucket`, for a call on plain tensors.
+        """Return if all ranks make the same call on plain tensors, or raise on all, as with buckets.
 
         Args:
             title: The name of the function.

@@ -38,11 +38,6 @@ class FirstError:
             self.error = same_error(error)
         return self.error
 
-    def raise_again(self) -> None:
-        """Raise a copy of the error, if there is one."""
-        if self.error is not None:
-            raise same_error(self.error)
-
 
 def same_error(error: BaseException) -> Exception:
     """Return an error of the same type and text, whose cause is the text of the traceback and of all causes.

@@ -250,7 +250,8 @@ class OrderedWorker:
         with self._starting:
             if self._closed:
                 raise RuntimeError(f"{self._name} is closed")
-            self._failure.raise_again()
+            if (error := self.error) is not None:
+                raise error
             if self._agreed is None:
                 try:
                     self._agreed = compare(
