@@ -100,8 +100,17 @@ class CompressState(HookState):
 GroupOrState: TypeAlias = dist.ProcessGroup | DeviceMesh | CompressState | None
 """The first argument of every hook here."""
 
+
+class _DefaultState(CompressState):
+    """Default options of a group that was given instead of a state, which remember what ranks agreed on."""
+
+    def fail(self, error: BaseException) -> None:
+        """Forget it: nobody could close this state, which keeps only refusals."""
+
+
+_DefaultState.__name__ = CompressState.__name__  # by which ranks compare it, and which errors tell
+
 _of_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, CompressState] = weakref.WeakKeyDictionary()
-"""The default options of groups that were given instead of a state, which remember what ranks agreed on."""
 
 
 def as_state(state: GroupOrState) -> CompressState:
@@ -109,6 +118,6 @@ def as_state(state: GroupOrState) -> CompressState:
     if isinstance(state, CompressState):
         return state
     if torch.compiler.is_dynamo_compiling():  # it cannot trace a table, and a graph compares nothing
-        return CompressState(state)
+        return _DefaultState(state)
     group = resolve_group(state)
-    return _of_groups.get(group) or _of_groups.setdefault(group, CompressState(group))
+    return _of_groups.get(group) or _of_groups.setdefault(group, _DefaultState(group))
