@@ -250,8 +250,8 @@ class OrderedWorker:
         with self._starting:
             if self._closed:
                 raise RuntimeError(f"{self._name} is closed")
-            if (error := self.error) is not None:
-                raise error
+            if (earlier := self.error) is not None:
+                raise earlier
             if self._agreed is None:
                 try:
                     self._agreed = compare(
