@@ -62,8 +62,8 @@ def recursive_to(
     target = torch.device(target_device)
     if target.type in ("cpu", "meta") and target.index is not None:  # the devices of their tensors have none
         target = torch.device(target.type)
-    has_streams = target.type != "cpu" and hasattr(getattr(torch, target.type, None), "current_stream")
-    beside = use_side_stream_for_tensor_copies and has_streams  # MPS has none, and the CPU's do nothing
+    has_streams = target.type != "cpu" and hasattr(getattr(torch, target.type, None), "current_device")
+    beside = use_side_stream_for_tensor_copies and has_streams  # not with MPS; the CPU's do nothing
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device == target:
