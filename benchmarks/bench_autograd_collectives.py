@@ -26,6 +26,7 @@ import time
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from rank_processes import on_ranks
 
 import dist_autograd_collectives as dac
 from dist_autograd_collectives import backend
+from dist_autograd_collectives.maps import members
 from dist_utils.testing import run_ranks
 
 SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "64 MiB": 64 << 20}
@@ -145,10 +147,16 @@ def compare_messages(rank: int, numel: int, repeats: int, _: bool) -> dict[str, 
         "reduce_scatter": lambda: dac.reduce_scatter_dim(x),
         "all_to_all": lambda: dac.all_to_all_dim(x, 0, 0),
     }
-    ways = {"pytorch": backend.begin_native, "messages": backend.begin_messages, "ours": backend.begin}
+    ways: dict[str, Callable[..., Any]] = {
+        "pytorch": lambda linear_map, _: partial(backend.begin_native, linear_map),
+        "messages": lambda linear_map, x: backend.Messages(linear_map, x).begin,
+        "ours": backend.best_way,
+    }
+    plans: dict[str, dict[Any, Any]] = {way: {} for way in ways}
 
     def choose(label: str) -> None:
-        backend.begin = ways[label.rpartition(" / ")[2]]
+        way = label.rpartition(" / ")[2]
+        backend.best_way, members(None).plans = ways[way], plans[way]
 
     sides = {f"{name} / {way}": call for name, call in calls.items() for way in ways}
     return in_turns(sides, repeats, prepare=choose)

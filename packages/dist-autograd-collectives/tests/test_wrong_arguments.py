@@ -14,10 +14,10 @@ from dist_utils.testing import run_ranks
 X = torch.ones(2)
 # On three ranks.
 REFUSED = [
-    (ValueError, "rank 7 is not a member", lambda: dac.broadcast(X, 7)),
+    (ValueError, "src 7 is not a member", lambda: dac.broadcast(X, 7)),
     (ValueError, "give either src or group_src", lambda: dac.broadcast(X, 0, group_src=0)),
     (ValueError, "give either dst or group_dst", lambda: dac.reduce(X)),
-    (ValueError, "group_dst 3 is out of range for a group of 3 ranks", lambda: dac.gather(X, group_dst=3)),
+    (ValueError, "group_dst 3 is not a member", lambda: dac.gather(X, group_dst=3)),
     (ValueError, "grad must be 'sum' or 'replicated', got 'mean'", lambda: dac.all_reduce(X, grad="mean")),
     (TypeError, "op must be a ReduceOp", lambda: dac.all_reduce(X, dist.ReduceOp.PREMUL_SUM)),
     (TypeError, "multiple values for argument 'tensor'", lambda: dac.all_reduce(X, tensor=X)),

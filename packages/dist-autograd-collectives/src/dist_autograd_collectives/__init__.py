@@ -2,7 +2,6 @@
 
 from dist_autograd_collectives.arguments import Sizes
 from dist_autograd_collectives.backend import CollectiveError
-from dist_autograd_collectives.collective import Handle, start
 from dist_autograd_collectives.copies import (
     all_gather,
     all_gather_base,
@@ -16,6 +15,7 @@ from dist_autograd_collectives.exchanges import all_to_all, all_to_all_dim, all_
 from dist_autograd_collectives.maps import Convention
 from dist_autograd_collectives.participation import anchored, compare_calls, connect
 from dist_autograd_collectives.reductions import ReduceOperation
+from dist_autograd_collectives.started import Handle, start
 from dist_autograd_collectives.sums import (
     all_reduce,
     all_reduce_coalesced,

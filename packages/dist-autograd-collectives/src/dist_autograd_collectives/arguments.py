@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from dist_autograd_collectives.maps import Members
-from dist_autograd_collectives.transforms import is_recorded, is_traced
+from dist_autograd_collectives.linear import is_recorded, is_traced
+from dist_autograd_collectives.maps import Members, Parts
 from dist_utils.torch_compat import private
 
 Sizes: TypeAlias = Sequence[int] | Literal["auto"] | None
@@ -91,27 +91,23 @@ def check_places(buffer: torch.Tensor) -> None:
             raise ValueError("the output is expanded: several of its elements share one place in memory")
 
 
-def fill(buffer: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+def fill(buffer: torch.Tensor, result: torch.Tensor, *, is_recorded: bool) -> None:
     """Copy a result into the caller's buffer, which is not part of the graph and may be reused."""
     # The mode in which the buffer was made: a started collective ends outside of inference mode.
-    inside = not is_recorded() and buffer.is_inference()
+    inside = not is_recorded and buffer.is_inference()
     with torch.inference_mode() if inside else contextlib.nullcontext():
         buffer.detach().copy_(result.detach())
-    return result
 
 
 def root_in_group(who: Members, rank: int | None, in_group: int | None, what: str) -> int:
     """Return the root's rank in the group; raises unless it is given in exactly one way."""
     if (rank is None) == (in_group is None):
         raise ValueError(f"give either {what} or group_{what}")
-    integers(f"{what} or group_{what}", [in_group if rank is None else rank])
-    if rank is not None:
-        if rank not in who.ranks:
-            raise ValueError(f"rank {rank} is not a member of the process group with ranks {who.ranks}")
-        return who.ranks.index(rank)
-    if in_group is None or not 0 <= in_group < who.size:
-        raise ValueError(f"group_{what} {in_group} is out of range for a group of {who.size} ranks")
-    return in_group
+    label, ranks = (f"group_{what}", range(who.size)) if rank is None else (what, who.ranks)
+    (given,) = integers(label, [in_group if rank is None else rank])
+    if given not in ranks:
+        raise ValueError(f"{label} {given} is not a member of the process group with ranks {list(ranks)}")
+    return ranks.index(given)
 
 
 def integers(label: str, given: Any) -> list[Any]:
@@ -164,10 +160,10 @@ def is_auto(sizes: object) -> bool:
     return True
 
 
-def check_own_part(outgoing: Sequence[int], incoming: Sequence[int], who: Members) -> None:
+def check_own_part(sent: Parts, received: Parts, who: Members) -> None:
     """Raise if the part that this rank keeps is not as long as its place in the output."""
-    if outgoing[who.rank] != incoming[who.rank]:
+    kept, place = sent.lengths[who.rank], received.lengths[who.rank]
+    if kept != place:
         raise ValueError(
-            f"rank {who.rank} of the group keeps {outgoing[who.rank]} of its input, and its output has "
-            f"{incoming[who.rank]} for that"
+            f"rank {who.rank} of the group keeps {kept} of its input, and its output has {place} for that"
         )

@@ -18,17 +18,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn, TypeAlias
 
 import torch
+import torch.distributed as dist
 
-from dist_autograd_collectives.maps import Map, Tensors, hash_of_names
-from dist_autograd_collectives.reductions import GLOO_DTYPES, sum_of_parts
-from dist_autograd_collectives.rows import concatenate, pad, split
+from dist_autograd_collectives.maps import Map, Tensors, concatenate, hash_of_names, pad, split
+from dist_autograd_collectives.reductions import GLOO_DTYPES, dtype_of_sums, sum_of_parts
 from dist_utils.torch_compat import profiler_range, start_traceable_collective
 
 Wait: TypeAlias = Callable[[], Tensors]
 """Waits for a map that was started, and returns what this rank received."""
+
+Way: TypeAlias = Callable[[Tensors, int], Wait]
+"""Starts one map on contiguous tensors, with the key of the call."""
 
 
 class CollectiveError(RuntimeError):
@@ -56,6 +60,9 @@ _SENT_BYTES = 256 << 10
 So sums of up to five ranks go by messages up to 64 KiB, and those of 64 ranks up to 4 KiB.
 """
 
+_SUMMED_DTYPES = (*GLOO_DTYPES, torch.complex64, torch.complex128)
+"""Those that :func:`begin_native` sums without another dtype."""
+
 _TAG = 1 << 30
 """Added to all tags, so that they never match a user's own ``send`` and ``recv``."""
 
@@ -76,46 +83,29 @@ def run(tensors: Tensors, linear_map: Map, key: int) -> Tensors:
         CollectiveError: It failed; the error names the function and this rank.
     """
     with profiler_range(linear_map.range_name):
-        return _wait_for(_start(tensors, linear_map, key), linear_map)
+        return finish(start(tensors, linear_map, key), linear_map)
 
 
-class Running:
-    """A map that was started on this rank's tensors; see :func:`run`."""
-
-    def __init__(self, tensors: Tensors, linear_map: Map, key: int) -> None:
-        self._map = linear_map
-        self._wait: Wait | None = None
-        self._wait = _start(tensors, linear_map, key)
-
-    def wait(self) -> Tensors:
-        """Wait; return what this rank received. May be called once."""
-        wait, self._wait = self._wait, None
-        if wait is None:
-            raise RuntimeError(
-                f"{self._map.title} was waited for before, and that wait has failed or has not ended"
-            )
-        return _wait_for(wait, self._map)
-
-    def __del__(self) -> None:
-        """Leave it to others; never wait, because nobody knows when this runs.
-
-        A checkpoint that has run forward again as far as it must, for example, has started what it does not
-        wait for. Gloo's connections would end with it.
-        """
-        if self._wait is not None:
-            self._map.who.abandoned.append(self._wait)
-
-
-def _start(tensors: Tensors, linear_map: Map, key: int) -> Wait:
-    """Start a map; an error names it."""
-    inputs = tuple([tensor.contiguous().resolve_neg() for tensor in tensors])
+def start(tensors: Tensors, linear_map: Map, key: int) -> Wait:
+    """Start a map in the way that was found for such tensors before; see :func:`run`."""
+    inputs = tuple([_plain(tensor) for tensor in tensors])
+    x, ways = inputs[0], linear_map.ways
     try:
-        return begin(inputs, linear_map, key)
+        way: Way | None = ways.get((x.shape, x.dtype, x.device))
+        if way is None:
+            way = ways[x.shape, x.dtype, x.device] = best_way(linear_map, x)
+        return way(inputs, key)
     except RuntimeError as error:
         _raise_named(error, linear_map)
 
 
-def _wait_for(wait: Wait, linear_map: Map) -> Tensors:
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, maybe a sparse cotangent, whose memory is what is sent."""
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return dense.contiguous().resolve_conj().resolve_neg()
+
+
+def finish(wait: Wait, linear_map: Map) -> Tensors:
     """Wait for a map, whose errors name it, and for what others have left behind."""
     try:
         received = wait()
@@ -139,80 +129,105 @@ def _raise_named(error: RuntimeError, linear_map: Map) -> NoReturn:
     ) from error
 
 
-def begin(tensors: Tensors, linear_map: Map, key: int) -> Wait:
-    """Start a map on contiguous tensors by what is best for it."""
-    x, who, kind = tensors[0], linear_map.who, linear_map.kind
+def best_way(linear_map: Map, x: torch.Tensor) -> Way:
+    """Return how a map is started best, whose first tensor is like this one."""
+    who, kind = linear_map.who, linear_map.kind
     if not linear_map.needs_others:
-        results = local_result(tensors, linear_map)
-        return lambda: results
-    if not ("cpu:gloo" in who.backends() and x.is_cpu):
-        return begin_native(tensors, linear_map, key)
+        return partial(begin_alone, linear_map)
+    if not (x.is_cpu and "cpu:gloo" in dist.get_backend_config(who.group)):
+        return partial(begin_native, linear_map)
     if kind in ("broadcast", "all_reduce", "reduce"):
         nbytes = x.nbytes
         if kind == "broadcast":  # in a graph only the root gives rows
-            nbytes = sum(linear_map.output_splits) * x.shape[1:].numel() * x.itemsize
+            nbytes = linear_map.received.elements(linear_map.root, x) * x.itemsize
         is_small = nbytes <= _SHORT_BYTES and nbytes * (who.size - 1) <= _SENT_BYTES
         if kind == "broadcast" and not is_small:
-            return _begin_large_broadcast(x, linear_map)
+            return partial(_begin_large_broadcast, linear_map)
         # Two ranks exchange as many bytes in a ring, in two rounds.
-        if kind != "broadcast" and who.size > 2 and not is_small and x.dtype in GLOO_DTYPES:
-            return begin_native(tensors, linear_map, key)
-    return begin_messages(tensors, linear_map, key)
+        if linear_map.sums and not is_small and who.size > 2 and x.dtype in _SUMMED_DTYPES:
+            return partial(begin_native, linear_map)
+    return Messages(linear_map, x).begin
 
 
-def local_result(tensors: Tensors, linear_map: Map) -> Tensors:
-    """Return the result of a map that needs no other rank, as new tensors."""
+def begin_alone(linear_map: Map, tensors: Tensors, _: int) -> Wait:
+    """Apply a map that needs no other rank; its results are new tensors."""
     if linear_map.kind == "own_part":
         rank = linear_map.who.rank
-        if not linear_map.input_splits[rank]:
-            return (linear_map.zeros(tensors[0]),)
         tensors = (linear_map.parts_of(tensors)[rank],)
-    return tuple(x.clone() for x in tensors)
+        if not linear_map.sent.lengths[rank]:
+            tensors = (linear_map.zeros(tensors[0]),)
+    results = tuple([x.clone() for x in tensors])
+    return lambda: results
 
 
-def begin_messages(tensors: Tensors, linear_map: Map, key: int) -> Wait:
-    """Start a map that sends each rank its part, and adds up, or lines up, what arrives.
+class Messages:
+    """A map that sends each rank its part, and adds up, or lines up, what arrives.
 
-    Empty parts are not sent. Receives are posted first if a message is long and may go to another host: with
-    sends first, two hosts took turns on a duplex link (1.9 instead of 1.05 s). On one host a rank that sends
-    after its receive was posted writes the message itself, under a lock for which Gloo's thread spins
-    meanwhile: an exchange of 2 x 4 MiB took 5.0 ms, and 3.3 with sends first.
+    What messages there are is found once for tensors of one shape and dtype, which takes longer than to send
+    them. Receives are posted first if a message is long and may go to another host: with sends first, two
+    hosts took turns on a duplex link (1.9 instead of 1.05 s). On one host a rank that sends after its receive
+    was posted writes the message itself, under a lock for which Gloo's thread spins meanwhile: an exchange of
+    2 x 4 MiB took 5.0 ms, and 3.3 with sends first.
+
+    Args:
+        linear_map: The map.
+        x: The first of its tensors.
     """
-    who, rank = linear_map.who, linear_map.who.rank
-    parts = linear_map.parts_of(tensors)
-    own = parts[rank]
-    adds = linear_map.sums and not linear_map.receives_nothing
-    if adds:
-        places = tuple([own if source == rank else torch.empty_like(own) for source in range(who.size)])
-    else:
-        results, places = linear_map.new_results(tensors[0])
-    group, names = who.group, hash((linear_map.names, hash_of_names(own.dtype), key))
-    sends = [(group.send, parts[target], target) for target in linear_map.targets]
-    receives = [(group.recv, places[source], source) for source in linear_map.sources]
-    receives_first = not who.on_one_host and any(
-        tensor.nbytes > _SHORT_BYTES for _, tensor, _ in sends + receives
-    )
-    works = [
-        start([tensor], peer, _TAG + hash((names, tensor.numel())) % _TAG)
-        for start, tensor, peer in (receives + sends if receives_first else sends + receives)
-        if tensor.numel()
-    ]
-    if not adds and linear_map.output_splits[rank]:
-        places[rank].copy_(own)  # while messages are on their way
 
-    def wait() -> Tensors:
-        # Sends first: two exchanges of 1 MiB between two ranks took 2.5 ms so, and 3.9 the other way round.
-        for work in reversed(works) if receives_first else works:
-            work.wait()
-        # Summed in rank order everywhere, so every rank gets the same bits.
-        return (sum_of_parts(places, rank),) if adds else results
+    def __init__(self, linear_map: Map, x: torch.Tensor) -> None:
+        who, sent, received = linear_map.who, linear_map.sent, linear_map.received
+        self._wide = dtype_of_sums(x.dtype, who.size)
+        self._map, self._adds = linear_map, linear_map.sums and not received.are_empty
+        self._keeps_part = not self._adds and received.lengths[who.rank] > 0
+        own = sent.elements(who.rank, x)  # others send as much to be added
+        sends = [(True, peer, sent.elements(peer, x)) for peer in who.others]
+        receives = [
+            (False, peer, own if self._adds else received.elements(peer, x)) for peer in reversed(who.others)
+        ]
+        longest = max(count for _, _, count in sends + receives) * x.itemsize
+        self._receives_first = longest > _SHORT_BYTES and not who.on_one_host
+        names = hash_of_names(linear_map.title, linear_map.kind, linear_map.order, x.dtype)
+        self._messages = [
+            (is_sent, peer, hash((names, count)))
+            for is_sent, peer, count in (receives + sends if self._receives_first else sends + receives)
+            if count
+        ]
 
-    return wait
+    def begin(self, tensors: Tensors, key: int) -> Wait:
+        """Start them."""
+        adds, rank, group = self._adds, self._map.who.rank, self._map.who.group
+        parts = self._map.parts_of(tensors)
+        own = parts[rank]
+        results: Tensors = ()
+        places = [own] * len(parts)
+        if not adds:
+            results, places = self._map.new_results(tensors[0])
+        works = []
+        for is_sent, peer, names in self._messages:
+            tag = _TAG + (names ^ key) % _TAG
+            if is_sent:
+                works.append(group.send([parts[peer]], peer, tag))
+                continue
+            if adds:
+                places[peer] = torch.empty_like(own)
+            works.append(group.recv([places[peer]], peer, tag))
+        if self._keeps_part:
+            places[rank].copy_(own)  # while messages are on their way
+
+        def wait() -> Tensors:
+            # Sends first: two exchanges of 1 MiB between two ranks took 2.5 ms so, and 3.9 the other way
+            # round.
+            for work in reversed(works) if self._receives_first else works:
+                work.wait()
+            # Summed in rank order everywhere, so every rank gets the same bits.
+            return (sum_of_parts(places, rank, self._wide),) if adds else results
+
+        return wait
 
 
-def _begin_large_broadcast(x: torch.Tensor, linear_map: Map) -> Wait:
+def _begin_large_broadcast(linear_map: Map, tensors: Tensors, _: int) -> Wait:
     """Start a broadcast of bytes, and check that they fill this rank's tensor, which Gloo does not."""
-    who, root = linear_map.who, linear_map.root
+    (x,), who, root = tensors, linear_map.who, linear_map.root
     is_root = who.rank == root
     result = x if is_root else linear_map.new_results(x)[0][0]
     data = result.flatten().view(torch.uint8)
@@ -232,19 +247,19 @@ def _begin_large_broadcast(x: torch.Tensor, linear_map: Map) -> Wait:
     return wait
 
 
-def begin_native(tensors: Tensors, linear_map: Map, key: int) -> Wait:  # noqa: ARG001 - as begin
+def begin_native(linear_map: Map, tensors: Tensors, _: int) -> Wait:
     """Start torch's own collective."""
-    who = linear_map.who
+    group = linear_map.who.group  # raises if it was destroyed
     if linear_map.kind != "reduce" or tensors[0].dtype not in GLOO_DTYPES:
-        finish = start_traceable(join_parts(tensors, linear_map), linear_map)
-        return lambda: separate_parts(finish(), linear_map)
+        arrive = start_traceable(join_parts(tensors, linear_map), linear_map)
+        return lambda: separate_parts(arrive(), linear_map)
     total = tensors[0].clone()
-    work = who.group.reduce(total, linear_map.root)
+    work = group.reduce(total, linear_map.root)
 
     def wait() -> Tensors:
         work.wait()
         # The other ranks have partial sums, maybe in inference tensors, which cannot be zeroed in place.
-        return (linear_map.zeros(total) if linear_map.receives_nothing else total,)
+        return (linear_map.zeros(total) if linear_map.received.are_empty else total,)
 
     return wait
 
@@ -252,13 +267,14 @@ def begin_native(tensors: Tensors, linear_map: Map, key: int) -> Wait:  # noqa: 
 def join_parts(tensors: Tensors, linear_map: Map) -> torch.Tensor:
     """Return all parts that this rank sends in one tensor, along dimension 0; empty if it sends nothing."""
     joined = concatenate(tensors) if len(tensors) > 1 else tensors[0]
-    splits = linear_map.input_splits
-    return joined[:0] if linear_map.rows and splits and not any(splits) else joined
+    lengths = linear_map.sent.lengths
+    return joined[:0] if linear_map.rows and lengths and not any(lengths) else joined
 
 
 def separate_parts(received: torch.Tensor, linear_map: Map) -> Tensors:
     """Return the results of a map from what this rank receives in one tensor, or zeros if that is empty."""
-    parts = split(received, linear_map.output_splits) if linear_map.separate_output else (received,)
+    lengths, is_separate = linear_map.received
+    parts = split(received, lengths) if is_separate else (received,)
     if not linear_map.rows:
         return parts
     return tuple([part if part.shape[0] else pad(part, linear_map.rows) for part in parts])
@@ -271,6 +287,9 @@ def start_traceable(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tens
     """
     if x.dtype in GLOO_DTYPES:
         return _start_of_common_dtype(x, linear_map)
+    if x.is_complex():
+        parts = _start_of_common_dtype(torch.view_as_real(x), linear_map)
+        return lambda: torch.view_as_complex(parts())
     if linear_map.sums:
         # In a wider dtype, which the backend has; integers wrap around as usual.
         wide = torch.float32 if x.dtype.is_floating_point else torch.int64
@@ -287,13 +306,20 @@ def _start_of_common_dtype(x: torch.Tensor, linear_map: Map) -> Callable[[], tor
         return start_traceable_collective("all_reduce", x, "sum", who.name)
     if kind == "reduce":  # there is no traceable one
         total = start_traceable_collective("all_reduce", x, "sum", who.name)
-        return lambda: total()[:0] if linear_map.receives_nothing else total()
+        return lambda: total()[:0] if linear_map.received.are_empty else total()
     if kind == "broadcast":
-        whole = pad(x, sum(linear_map.output_splits))
+        whole = pad(x, sum(linear_map.received.lengths))
         return start_traceable_collective("broadcast", whole, linear_map.root, who.name)
-    if kind == "all_gather":
+    sends, receives = linear_map.sent.lengths, linear_map.received.lengths
+    if kind == "all_gather" and min(receives) == max(receives):
         return start_traceable_collective("all_gather_into_tensor", x, who.size, who.name)
-    if kind == "reduce_scatter":
+    if kind == "reduce_scatter" and min(sends) == max(sends):
         return start_traceable_collective("reduce_scatter_tensor", x, "sum", who.size, who.name)
-    sends, receives = list(linear_map.input_splits), list(linear_map.output_splits)
-    return start_traceable_collective("all_to_all_single", x, receives, sends, who.name)
+    if kind == "all_gather":
+        x, sends = torch.cat([x] * who.size), (receives[who.rank],) * who.size
+    if kind == "reduce_scatter":
+        receives = (sends[who.rank],) * who.size
+    arrive = start_traceable_collective("all_to_all_single", x, list(receives), list(sends), who.name)
+    if kind == "reduce_scatter":
+        return lambda: arrive().view(who.size, receives[0], *x.shape[1:]).sum(0, dtype=x.dtype)
+    return arrive

@@ -1,65 +1,204 @@
-"""Public functions: from a call to its result, at once or, after :func:`start`, later."""
+"""Public functions: from a call to its result, by a plan that is made once for calls with equal arguments."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
-from dist_autograd_collectives import arguments, backend
-from dist_autograd_collectives.linear import Flight, linear
-from dist_autograd_collectives.maps import Tensors, members
-from dist_autograd_collectives.participation import compare, compares, tell
-from dist_autograd_collectives.plans import Call, Plan, Step
-from dist_autograd_collectives.transforms import function_transforms_active, is_recorded, outside_transforms
+from dist_autograd_collectives import arguments, linear, participation
+from dist_autograd_collectives.maps import (
+    TRANSPOSES,
+    Convention,
+    Kind,
+    Map,
+    Members,
+    Parts,
+    Tensors,
+    hash_of_names,
+    members,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+Compute: TypeAlias = Callable[[Tensors], Tensors]
+"""Computes, on one rank, what a map takes from what the caller gave, or from what the map before gave."""
+
+
+class Plan(Generic[T]):
+    """What a call does: linear maps, and what is computed before, between and after them.
+
+    It depends on nothing but what is known without the tensors' values, and must not keep the tensors of the
+    call for which it is made.
+
+    Args:
+        title: The function, and the operation, for errors and profilers.
+        who: The ranks.
+        tensors: Tensors of the caller, whose dtypes are equal.
+        terms: Every argument besides the title and the tensors that must be equal on all ranks.
+        grad: The convention, where the two differ.
+        shapes: The shapes that must be equal on all ranks, if not those of all tensors.
+        uneven_dim: A dimension of theirs whose length may differ.
+
+    Attributes:
+        splits: How many rows this rank sends to each rank, and how many it expects, if ranks know no others.
+        finish: Makes the result of what the last map gives.
+        question: An argument of the call, if the plan's result is not the call's, but the lengths for it.
+    """
+
+    finish: Callable[[Tensors], T]
+    splits: tuple[Parts, Parts] | None = None
+    question = ""
+
+    def __init__(
+        self,
+        title: str,
+        who: Members,
+        tensors: Sequence[torch.Tensor],
+        terms: str = "",
+        *,
+        grad: Convention | None = None,
+        shapes: Sequence[Sequence[int]] | None = None,
+        uneven_dim: int | None = None,
+    ) -> None:
+        if grad not in (None, *TRANSPOSES):
+            raise ValueError(f"grad must be 'sum' or 'replicated', got {grad!r}")
+        self.title, self.who = title, who
+        self.terms = f"{terms}, {grad}" if grad else terms
+        self.steps: list[tuple[Compute, Map]] = []
+        found = [tuple(shape) for shape in shapes or [tensor.shape for tensor in tensors]]
+        if uneven_dim is not None:
+            found = [(*shape[:uneven_dim], -1, *shape[uneven_dim + 1 :]) for shape in found]
+        self.shapes, self._dtype, self._transposes = found, tensors[0].dtype, TRANSPOSES[grad or "sum"]
+
+    def map(self, kind: Kind, prepare: Compute, *parts: Any, free: bool = False) -> None:
+        """Append a step.
+
+        Args:
+            kind: The kind of its map.
+            prepare: Computes what the map takes.
+            parts: The map's ``sent``, ``received`` and ``rows``, as far as they matter.
+            free: Whether each rank is told its own parts only.
+        """
+        sides = parts or (Parts(), Parts())
+        linear_map = Map(kind, self._transposes[kind], self.title, self.who, 0, *sides)
+        if free:
+            self.splits = linear_map.sent, linear_map.received
+            arguments.check_own_part(*self.splits, self.who)
+        self.steps.append((prepare, linear_map))
+
+    def returning(self, finish: Callable[[Tensors], T]) -> Plan[T]:
+        """Return the plan, with what makes the result of what the last map gives."""
+        self.finish = finish
+        return self
+
+    def asking(self: Plan[Any], argument: str, lengths: Sequence[int]) -> Plan[Any]:
+        """Return the plan, which first asks the other ranks for lengths, and tells them these."""
+        self.question, one_each = argument, Parts((1,) * self.who.size)
+        asked = functools.partial(torch.tensor, lengths, dtype=torch.int64)
+        self.map("exchange", lambda given: (asked(device=given[0].device),), one_each, one_each)
+        return self.returning(lambda received: received[0].tolist())
+
+    @functools.cached_property
+    def key(self) -> int:
+        """What tells messages of its calls from those of calls with other shapes, dtypes or terms.
+
+        A mean may be sent in another dtype than the tensor's.
+        """
+        return hash((tuple(self.shapes), hash_of_names(self._dtype, self.terms)))
+
+
+def as_given(tensors: Tensors) -> Tensors:
+    """Return the tensors unchanged: a step that computes nothing."""
+    return tensors
+
+
+def first(received: Tensors) -> torch.Tensor:
+    """Return the one tensor of a tuple."""
+    return received[0]
+
+
+@dataclass(eq=False)
+class Call(Generic[T]):
+    """A call of a public function with its tensors.
+
+    Attributes:
+        plan: What it does.
+        tensors: The caller's tensors.
+        buffers: Where the caller wants the results, too.
+        is_recorded: Whether it becomes part of a graph, of ``torch.compile`` or ``make_fx``.
+        is_traced: Whether something records or transforms it.
+        key: What tells its messages from those of the group's other calls.
+    """
+
+    plan: Plan[T]
+    tensors: Tensors
+    buffers: Tensors = ()
+    is_recorded: bool = False
+    is_traced: bool = False
+    key: int = 0
+
+    def begin(self) -> None:
+        """Compare the ranks' calls, if that is switched on, and take the key; once, on all ranks."""
+        plan = self.plan
+        if self.is_recorded:  # symbolic shapes have no hash, and graphs that are compiled no numbers
+            self.key = 0 if torch.compiler.is_compiling() else hash((plan.who.next_call(), 0))
+            return
+        if participation.compares():
+            participation.compare(plan.who, f"{plan.title}{plan.terms}", self.tensors, plan.shapes)
+            if plan.splits is not None:
+                participation.compare_splits(plan.who, *plan.splits)
+        self.key = hash((plan.who.next_call(), plan.key))
+
+    def finish(self, received: Tensors, steps: Sequence[tuple[Compute, Map]]) -> T:
+        """Run these steps on what the caller or the step before gave; return the result, also in buffers."""
+        for prepare, linear_map in steps:
+            received = linear.apply(prepare(received), linear_map, self.key, is_traced=self.is_traced)
+        result = self.plan.finish(received)
+        if self.buffers:
+            results: Any = result if isinstance(result, tuple) else (result,)
+            for buffer, part in zip(self.buffers, results, strict=True):
+                arguments.fill(buffer, part, is_recorded=self.is_recorded)
+        return result
+
 
 _MOST_PLANS = 1000
 """How many plans of a group are kept; a job whose shapes always change makes a plan for each call."""
 
 
-def collective(*, fills: str = "") -> Callable[[Callable[P, Plan[T]]], Callable[P, T]]:
+def collective(function: Callable[P, Plan[T]]) -> Callable[P, T]:
     """Make a public function of one that returns a plan for its arguments.
 
     The plan is kept for later calls in the same group with equal arguments; of tensors, which are found by
-    the annotations, only shapes, dtypes and devices count.
-
-    Args:
-        fills: The argument with buffers for the results, if there is one.
+    the annotations, only shapes, dtypes and devices count. Buffers for results have names with "output".
     """
+    planner = _Planner(function)
 
-    def decorate(function: Callable[P, Plan[T]]) -> Callable[P, T]:
-        planner = _Planner(function, fills)
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        call = planner.begin(args, kwargs)
+        return call.finish(call.tensors, call.plan.steps)
 
-        @functools.wraps(function)
-        def run(*args: P.args, **kwargs: P.kwargs) -> T:
-            call = planner.begin(args, kwargs)
-            return _finish(call, call.tensors, call.plan.steps)
-
-        run.planner = planner  # type: ignore[attr-defined]
-        result = str(planner.signature.return_annotation).removeprefix("Plan[").removesuffix("]")
-        run.__signature__ = planner.signature.replace(return_annotation=result)  # type: ignore[attr-defined]
-        return run
-
-    return decorate
+    run.planner = planner  # type: ignore[attr-defined]
+    result = str(planner.signature.return_annotation).removeprefix("Plan[").removesuffix("]")
+    run.__signature__ = planner.signature.replace(return_annotation=result)  # type: ignore[attr-defined]
+    return run
 
 
 class _Planner(Generic[T]):
     """A function that returns plans, and where the tensors are among its arguments."""
 
-    def __init__(self, function: Callable[..., Plan[T]], fills: str) -> None:
+    def __init__(self, function: Callable[..., Plan[T]]) -> None:
         self.function, self.signature = function, inspect.signature(function)
         parameters = self.signature.parameters.values()
         self._positional = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
         self._tensors = {
-            one.name: ("Sequence" in one.annotation, "None" in one.annotation, one.name == fills)
+            one.name: ("Sequence" in one.annotation, "None" in one.annotation, "output" in one.name)
             for one in parameters
             if "torch.Tensor" in one.annotation
         }
@@ -72,16 +211,13 @@ class _Planner(Generic[T]):
 
     def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call[T]:
         """Return the call with these arguments, which all ranks make now; raises if they are wrong."""
-        if not compares():
+        try:
             call = self.call(args, kwargs)
-        else:
-            try:
-                call = self.call(args, kwargs)
-            except Exception as problem:
-                tell(problem, self.named(args, kwargs).get("group"))
-                raise
-            compare(call)
-        call.take_key()
+        except Exception as problem:
+            if not torch.compiler.is_compiling() and participation.compares():
+                participation.tell(problem, self.named(args, kwargs).get("group"))
+            raise
+        call.begin()
         return call
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call[T]:
@@ -89,8 +225,8 @@ class _Planner(Generic[T]):
         given = self.named(args, kwargs)
         if len(given) < len(args) + len(kwargs):
             self.signature.bind(*args, **kwargs)  # raises: there is one too many, or one is given twice
-        recorded = is_recorded()
-        traced = recorded or function_transforms_active()
+        recorded = linear.is_recorded()
+        traced = recorded or linear.function_transforms_active()
         inputs: list[torch.Tensor] = []
         buffers: list[torch.Tensor] = []
         for name, (is_list, may_miss, is_buffer) in self._tensors.items():
@@ -106,20 +242,24 @@ class _Planner(Generic[T]):
             arguments.check_memory(inputs)
         # Symbolic shapes, in a graph that is recorded, have no hash.
         plan = self.function(**given) if recorded else self._plan(given)
-        if plan.question:
-            asked = Call(plan, tuple(inputs), (), recorded, traced)
-            return self.call((), {**given, plan.question: _ask(asked)})
-        return Call(plan, tuple(inputs), tuple(buffers), recorded, traced)
+        if not plan.question:
+            return Call(plan, tuple(inputs), tuple(buffers), recorded, traced)
+        asked: Call[Any] = Call(plan, tuple(inputs))
+        asked.begin()
+        with linear.outside_transforms():  # nobody differentiates or records the lengths
+            given[plan.question] = asked.finish(asked.tensors, plan.steps)
+        return self.call((), given)
 
     def _plan(self, given: dict[str, Any]) -> Plan[T]:
         """Return the plan of an earlier call with such arguments, or make it."""
         plans = members(given.get("group")).plans
-        found: list[Any] = [self.function]
+        forms = [
+            (name, _form(value, is_tensor=name in self._tensors))
+            for name, value in given.items()
+            if name != "group"
+        ]
         try:
-            for name, value in given.items():
-                if name != "group":
-                    found.append((name, _form(value) if name in self._tensors else _exact(value)))
-            key = tuple(found)
+            key = (self.function, *forms)
             plan: Plan[T] | None = plans.get(key)
         except TypeError:  # an argument has no hash
             return self.function(**given)
@@ -131,128 +271,10 @@ class _Planner(Generic[T]):
         return plan
 
 
-def _form(value: Any) -> tuple[Any, ...]:
-    """Return what plans depend on of a tensor, or of each in a list."""
-    if isinstance(value, list):
-        return tuple(map(_form, value))
-    return () if value is None else (value.shape, value.dtype, value.device)
-
-
-def _exact(value: Any) -> tuple[Any, ...]:
-    """Return what only an equal argument of the same type has: 1, 1.0 and True are equal."""
+def _form(value: Any, *, is_tensor: bool) -> Any:
+    """Return what plans depend on of an argument; it has a hash if an equal one makes an equal plan."""
     if isinstance(value, (list, tuple)):
-        return tuple(map(_exact, value))
-    if isinstance(value, torch.Tensor):  # equal to itself, after it was changed, too
-        raise TypeError
-    return type(value), value
-
-
-def _finish(call: Call[T], received: Tensors, steps: Sequence[Step]) -> T:
-    """Run these steps of a call on what the step before gave; return the result."""
-    for prepare, linear_map in steps:
-        received = linear(prepare(received), linear_map, call.key, is_traced=call.is_traced)
-    return call.result(received)
-
-
-def _ask(call: Call[Any]) -> tuple[int, ...]:
-    """Send each rank a length, and return those that they send to this one."""
-    if compares():
-        compare(call)
-    call.take_key()
-    with outside_transforms():  # nobody differentiates or records them
-        own = torch.tensor(call.plan.answer, dtype=torch.int64, device=call.tensors[0].device)
-        (received,) = backend.run((own,), call.plan.steps[0].map, call.key)
-    return tuple(received.tolist())
-
-
-class Handle(Generic[T]):
-    """A running collective, returned by :func:`start`."""
-
-    def __init__(self, call: Call[T]) -> None:
-        self._call = call
-        self._result: list[T] = []
-        self._with_gradients = torch.is_grad_enabled()
-        self._loses_gradients = not self._with_gradients and any(x.requires_grad for x in call.tensors)
-        if call.is_traced:
-            self._result.append(_finish(call, call.tensors, call.plan.steps))
-            return
-        self._lock = threading.RLock()
-        prepare, linear_map = call.plan.steps[0]
-        self._flight = Flight(linear_map, call.key)
-        self._token = self._flight.launch(prepare(call.tensors))
-        call.tensors = ()  # not kept as long as the handle
-
-    def wait(self) -> T:
-        """Wait for the result and return it, the same one every time.
-
-        It has its gradient wherever it is waited for, also in ``torch.no_grad`` and inside a checkpoint, as a
-        tensor has that was made where the collective was started.
-
-        Raises:
-            RuntimeError: The collective failed, or ran into its timeout; or an earlier wait has failed, or
-                has not ended. Or it was started without gradients, in ``torch.no_grad`` or a checkpoint with
-                ``use_reentrant=True``, and is waited for with them: the gradient of its tensors would be
-                lost.
-        """
-        if self._loses_gradients and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{self._call.plan.title} was started without gradients (in torch.no_grad, or in a "
-                "checkpoint with use_reentrant=True) from tensors that need one, and is waited for with "
-                "gradients: start it with gradients too, or from detached tensors"
-            )
-        if not self._result:
-            with self._lock:
-                if not self._result:  # of another thread
-                    self._result.append(self._finish())
-        return self._result[0]
-
-    def _finish(self) -> T:
-        """Return the result, in the modes of the start; a checkpoint around it does not see what it saves."""
-        with (
-            outside_transforms(),
-            torch.inference_mode(False),  # Dynamo takes no keyword
-            torch.set_grad_enabled(self._with_gradients),
-            saved_tensors_hooks(_same, _same),
-        ):
-            return _finish(self._call, self._flight.arrive(self._token), self._call.plan.steps[1:])
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
-    """Start a collective of this package and return at once, so that it overlaps what is computed next.
-
-    In backward the roles change: the gradient's collective is launched where :meth:`Handle.wait` was called,
-    and waited for where ``start`` was, so that it overlaps the backward of the computation between them.
-
-    Args:
-        function: A collective of this package, as in ``start(all_gather, x)``.
-        args: Its arguments. Tensors must not be changed in place before the result has arrived.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        A handle whose :meth:`Handle.wait` returns what ``function(*args, **kwargs)`` would. All ranks must
-            start, and wait for, the same collectives in the same order. It may be waited for several times,
-            also inside a checkpoint of either kind. What a dropped handle has sent and not received is waited
-            for by the group's next collective, never when the handle is freed.
-
-    Raises:
-        TypeError: ``function`` is not a collective of this package; and what the function itself raises.
-
-    Cost:
-        The cost of the function. Where that takes two collectives in sequence (MAX, MIN and
-        PRODUCT for all ranks), the second one runs in ``wait``. Under ``torch.compile``, where the compiler
-        decides when to wait, and under ``torch.func`` it is the function itself. The handle keeps its result:
-        drop it after its last ``wait``.
-
-    Example:
-        >>> handle = start(all_gather, keys)  # doctest: +SKIP
-        >>> queries = project(x)  # while the keys are sent # doctest: +SKIP
-        >>> keys = handle.wait()  # doctest: +SKIP
-    """
-    planner: Any = getattr(function, "planner", None)
-    if planner is None:
-        raise TypeError(f"start takes a collective of this package, got {function!r}")
-    return Handle(planner.begin(args, kwargs))
+        return tuple([_form(one, is_tensor=is_tensor) for one in value])
+    if isinstance(value, torch.Tensor):  # in place of a number it may be changed in place
+        return (value.shape, value.dtype, value.device) if is_tensor else []
+    return type(value), value  # 1, 1.0 and True are equal

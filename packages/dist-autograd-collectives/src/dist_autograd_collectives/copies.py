@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 
-from dist_autograd_collectives import arguments, rows
+from dist_autograd_collectives import arguments, maps
 from dist_autograd_collectives.arguments import Sizes
-from dist_autograd_collectives.collective import collective
-from dist_autograd_collectives.maps import Convention, Tensors, members
-from dist_autograd_collectives.plans import Plan
+from dist_autograd_collectives.collective import Plan, collective
+from dist_autograd_collectives.maps import Convention, Parts, Tensors, members
 from dist_utils import GroupLike
 
 
-@collective()
+@collective
 def broadcast(
     tensor: torch.Tensor,
     src: int | None = None,
@@ -48,12 +47,12 @@ def broadcast(
     who, shape = members(group), tensor.shape
     root = arguments.root_in_group(who, src, group_src, "src")
     plan: Plan[Any] = Plan("broadcast", who, [tensor], f" from {root}", grad=grad)
-    length = rows.count(shape)
-    plan.map("broadcast", rows.as_rows, *who.from_root(root, length), length)
-    return plan.returning(lambda received: rows.of_shape(received[0], shape))
+    length = maps.count(shape)
+    plan.map("broadcast", maps.as_rows, *who.from_root(root, length), length)
+    return plan.returning(lambda received: maps.of_shape(received[0], shape))
 
 
-@collective()
+@collective
 def all_gather(tensor: torch.Tensor, group: GroupLike = None, *, grad: Convention = "sum") -> Plan[Tensors]:
     """Give every rank all ranks' tensors, in rank order.
 
@@ -73,11 +72,11 @@ def all_gather(tensor: torch.Tensor, group: GroupLike = None, *, grad: Conventio
     """
     who, shape = members(group), tensor.shape
     plan: Plan[Any] = Plan("all_gather", who, [tensor], grad=grad)
-    plan.map("all_gather", rows.as_rows, (), (rows.count(shape),) * who.size, separate_output=True)
-    return plan.returning(lambda received: tuple([rows.of_shape(part, shape) for part in received]))
+    plan.map("all_gather", maps.as_rows, Parts(), Parts((maps.count(shape),) * who.size, separate=True))
+    return plan.returning(lambda received: tuple([maps.of_shape(part, shape) for part in received]))
 
 
-@collective(fills="output_tensor")
+@collective
 def all_gather_base(
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
@@ -110,11 +109,11 @@ def all_gather_base(
             f"{input_tensor.numel()} each"
         )
     plan: Plan[Any] = Plan("all_gather_base", who, [input_tensor], grad=grad)
-    plan.map("all_gather", rows.as_rows, (), (rows.count(input_tensor.shape),) * who.size)
-    return plan.returning(lambda received: rows.of_shape(received[0], shape))
+    plan.map("all_gather", maps.as_rows, Parts(), Parts((maps.count(input_tensor.shape),) * who.size))
+    return plan.returning(lambda received: maps.of_shape(received[0], shape))
 
 
-@collective()
+@collective
 def gather(
     tensor: torch.Tensor, dst: int | None = None, group: GroupLike = None, *, group_dst: int | None = None
 ) -> Plan[Tensors]:
@@ -139,13 +138,13 @@ def gather(
     dst = 0 if dst is None and group_dst is None else dst
     root = arguments.root_in_group(who, dst, group_dst, "dst")
     plan: Plan[Any] = Plan("gather", who, [tensor], f" to {root}")
-    length = rows.count(shape)
-    incoming, outgoing = who.from_root(root, length)  # the other way round
-    plan.map("exchange", rows.as_rows, outgoing, incoming, length, separate_output=True)
-    return plan.returning(lambda received: tuple([rows.of_shape(part, shape) for part in received]))
+    length = maps.count(shape)
+    received, sent = who.from_root(root, length)  # the other way round
+    plan.map("exchange", maps.as_rows, sent, Parts(received.lengths, separate=True), length)
+    return plan.returning(lambda received: tuple([maps.of_shape(part, shape) for part in received]))
 
 
-@collective()
+@collective
 def scatter(
     tensors: Sequence[torch.Tensor] | None,
     src: int | None = None,
@@ -187,15 +186,16 @@ def scatter(
     elif like is None or is_root:
         raise ValueError(f"the source needs a list of {who.size} tensors, other ranks a list or like=")
     shape = like.shape
-    length = rows.count(shape)
+    length = maps.count(shape)
     plan: Plan[Any] = Plan("scatter", who, [like], f" from {root}")
     # What a receiver gives is part of the graph, too; without a list that is all that is given.
-    own = lambda given: rows.as_rows(given[: count or 1])  # noqa: E731
-    plan.map("exchange", own, *who.from_root(root, length), length, separate_input=count > 0)
-    return plan.returning(lambda received: rows.of_shape(received[0], shape))
+    own = lambda given: maps.as_rows(given[: count or 1])  # noqa: E731
+    sent, received = who.from_root(root, length)
+    plan.map("exchange", own, Parts(sent.lengths, separate=count > 0), received, length)
+    return plan.returning(lambda received: maps.of_shape(received[0], shape))
 
 
-@collective()
+@collective
 def all_gather_cat(
     tensor: torch.Tensor,
     dim: int = 0,
@@ -226,8 +226,8 @@ def all_gather_cat(
             in the group.
 
     Cost:
-        W - 1 times the bytes of the longest tensor, forward and backward; with ``"replicated"`` nothing
-        backward. ``"auto"`` adds an all-gather of one number, which the host waits for.
+        The bytes of the other ranks' tensors, forward and backward; with ``"replicated"`` nothing backward.
+        ``"auto"`` adds an all-gather of one number, which the host waits for.
 
     Source:
         ``torch.distributed._functional_collectives.all_gather_tensor``, which supports equal sizes only.
@@ -241,23 +241,14 @@ def all_gather_cat(
         question: Plan[Any] = Plan(title, who, [tensor], f", {dim}, auto", grad=grad, uneven_dim=dim)
         return question.asking("sizes", [own] * who.size)
     lengths = arguments.known_sizes("sizes", own, sizes, who)
-    longest, is_even = max(lengths), sizes is None
-    terms, uneven = f", {dim}, {sizes if is_even else list(lengths)}", None if is_even else dim
-    plan: Plan[Any] = Plan(title, who, [tensor], terms, grad=grad, uneven_dim=uneven)
-    padded = lambda given: (rows.pad(given[0].movedim(dim, 0), longest),)  # noqa: E731
-    plan.map("all_gather", padded, (), (longest,) * who.size)
-
-    def unpad(received: Tensors) -> torch.Tensor:
-        (whole,) = received
-        if not is_even:
-            parts = whole.view(who.size, longest, *whole.shape[1:]).unbind(0)
-            whole = rows.concatenate([part[:length] for part, length in zip(parts, lengths, strict=True)])
-        return whole.movedim(0, dim)
-
-    return plan.returning(unpad)
+    known = f", {dim}, {sizes if sizes is None else list(lengths)}"
+    uneven = None if sizes is None else dim
+    plan: Plan[Any] = Plan(title, who, [tensor], known, grad=grad, uneven_dim=uneven)
+    plan.map("all_gather", lambda given: (given[0].movedim(dim, 0),), Parts(), Parts(lengths))
+    return plan.returning(lambda received: received[0].movedim(0, dim))
 
 
-@collective()
+@collective
 def all_gather_stack(
     tensor: torch.Tensor, dim: int = 0, *, group: GroupLike = None, grad: Convention = "sum"
 ) -> Plan[torch.Tensor]:
@@ -284,5 +275,5 @@ def all_gather_stack(
     """
     who, dim = members(group), arguments.dimension(tensor.ndim + 1, dim)
     plan: Plan[Any] = Plan("all_gather_stack", who, [tensor], f", {dim}", grad=grad)
-    plan.map("all_gather", lambda given: (given[0].unsqueeze(0),), (), (1,) * who.size)
+    plan.map("all_gather", lambda given: (given[0].unsqueeze(0),), Parts(), Parts((1,) * who.size))
     return plan.returning(lambda received: received[0].movedim(0, dim))

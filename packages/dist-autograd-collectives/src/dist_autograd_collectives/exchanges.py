@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from dist_autograd_collectives import arguments, rows
+from dist_autograd_collectives import arguments, maps
 from dist_autograd_collectives.arguments import Sizes
-from dist_autograd_collectives.collective import collective
-from dist_autograd_collectives.maps import Tensors, members
-from dist_autograd_collectives.plans import Plan, as_given, first
+from dist_autograd_collectives.collective import Compute, Plan, as_given, collective, first
+from dist_autograd_collectives.maps import Parts, Tensors, members
 from dist_utils import GroupLike
 
 
-@collective(fills="output_tensor_list")
+@collective
 def all_to_all(
     output_tensor_list: Sequence[torch.Tensor],
     input_tensor_list: Sequence[torch.Tensor],
@@ -44,15 +43,15 @@ def all_to_all(
     arguments.check_alike("output_tensor_list", output_tensor_list, who.size, shapes=False)
     arguments.check_alike("input_tensor_list", input_tensor_list, who.size, shapes=False)
     arguments.check_buffer("output_tensor_list", output_tensor_list[0], input_tensor_list[0])
-    outgoing = tuple(entry.numel() for entry in input_tensor_list)
-    incoming = tuple(entry.numel() for entry in output_tensor_list)
+    sent = Parts(tuple([entry.numel() for entry in input_tensor_list]), separate=True)
+    received = Parts(tuple([entry.numel() for entry in output_tensor_list]), separate=True)
     shapes = [entry.shape for entry in output_tensor_list]
-    plan: Plan[Any] = Plan("all_to_all", who, input_tensor_list, shapes=[(-1,)], splits=(outgoing, incoming))
-    plan.map("exchange", rows.flatten_each, outgoing, incoming, separate_input=True, separate_output=True)
-    return plan.returning(lambda received: tuple(map(rows.of_shape, received, shapes)))
+    plan: Plan[Any] = Plan("all_to_all", who, input_tensor_list, shapes=[(-1,)])
+    plan.map("exchange", maps.flatten_each, sent, received, free=True)
+    return plan.returning(lambda received: tuple(map(maps.of_shape, received, shapes)))
 
 
-@collective(fills="output")
+@collective
 def all_to_all_single(
     output: torch.Tensor,
     input: torch.Tensor,  # noqa: A002 - torch's name for it
@@ -88,14 +87,14 @@ def all_to_all_single(
             raise ValueError(f"{label} has no dimension to split")
     if output.shape[1:] != input.shape[1:]:
         raise ValueError(f"output of shape {tuple(output.shape)} does not take rows of {tuple(input.shape)}")
-    outgoing = arguments.split_sizes("input_split_sizes", input.shape[0], input_split_sizes, who)
-    incoming = arguments.split_sizes("output_split_sizes", output.shape[0], output_split_sizes, who)
-    plan: Plan[Any] = Plan("all_to_all_single", who, [input], uneven_dim=0, splits=(outgoing, incoming))
-    plan.map("exchange", as_given, outgoing, incoming)
+    sent = Parts(arguments.split_sizes("input_split_sizes", input.shape[0], input_split_sizes, who))
+    received = Parts(arguments.split_sizes("output_split_sizes", output.shape[0], output_split_sizes, who))
+    plan: Plan[Any] = Plan("all_to_all_single", who, [input], uneven_dim=0)
+    plan.map("exchange", as_given, sent, received, free=True)
     return plan.returning(first)
 
 
-@collective()
+@collective
 def all_to_all_dim(
     tensor: torch.Tensor,
     split_dim: int,
@@ -148,22 +147,22 @@ def all_to_all_dim(
         return question.asking("output_sizes", [kept[place]] * who.size if place else lengths)
     arriving = arguments.known_sizes("output_sizes", kept[place], output_sizes, who)
     shapes = [[*kept[:place], length, *kept[place + 1 :]] for length in arriving]
-    outgoing = tuple(length * math.prod(shape[1:]) for length in lengths)
-    incoming = tuple(math.prod(shape) for shape in shapes)
-    plan: Plan[Any] = Plan(title, who, [tensor], terms, uneven_dim=cat_dim, splits=(outgoing, incoming))
-    plan.map("exchange", lambda given: (given[0].movedim(split_dim, 0).flatten(),), outgoing, incoming)
+    sent = Parts(tuple([length * math.prod(shape[1:]) for length in lengths]))
+    incoming = [math.prod(shape) for shape in shapes]
+    flat: Compute = lambda given: (given[0].movedim(split_dim, 0).flatten(),)  # noqa: E731
+    plan: Plan[Any] = Plan(title, who, [tensor], terms, uneven_dim=cat_dim)
+    plan.map("exchange", flat, sent, Parts(tuple(incoming)), free=True)
 
     def join(received: Tensors) -> torch.Tensor:
-        (flat,) = received
         if not place:
-            return flat.view(sum(arriving), *kept[1:]).movedim(0, split_dim)
-        parts = zip(torch.split(flat, list(incoming)), shapes, strict=True)
-        return rows.concatenate([part.view(one).movedim(0, split_dim) for part, one in parts], cat_dim)
+            return received[0].view(sum(arriving), *kept[1:]).movedim(0, split_dim)
+        parts = zip(torch.split(received[0], incoming), shapes, strict=True)
+        return maps.concatenate([part.view(one).movedim(0, split_dim) for part, one in parts], cat_dim)
 
     return plan.returning(join)
 
 
-@collective()
+@collective
 def permute(
     tensor: torch.Tensor, perm: Sequence[tuple[int, int]], *, group: GroupLike = None
 ) -> Plan[torch.Tensor]:
@@ -202,10 +201,10 @@ def permute(
                 f"each {what} in perm must be another rank from 0 to {who.size - 1}, got {pairs}"
             )
     to, source = dict(pairs).get(who.rank), {there: here for here, there in pairs}.get(who.rank)
-    length = rows.count(shape)
+    length = maps.count(shape)
     plan: Plan[Any] = Plan("permute", who, [tensor], f" {pairs}")
-    plan.map("exchange", rows.as_rows, who.only(to, length), who.only(source, length), length)
-    return plan.returning(lambda received: rows.of_shape(received[0], shape))
+    plan.map("exchange", maps.as_rows, who.only(to, length), who.only(source, length), length)
+    return plan.returning(lambda received: maps.of_shape(received[0], shape))
 
 
 def _pairs(perm: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,25 +1,89 @@
-"""The linear maps, each with its transpose: every gradient in this package consists of them.
+"""The linear maps, as autograd, transforms and compilers see them: every gradient here consists of them.
 
 A collective that moves and adds numbers is a linear map of all ranks' inputs to all ranks' outputs. Its
 gradient is the transposed map, another one of :data:`Kind`, whose transpose is the first one again. So one
 autograd function gives gradients of any order. Nonlinear collectives are composed of these and of torch's own
 operations.
+
+For ``torch.func``, forward mode, ``torch.compile`` and ``make_fx`` the maps are one operator, too. An
+``autograd.Function`` is taken apart by Dynamo, which knows its backward of first order only;
+``torch.library.register_autograd`` is refused by ``torch.func``, and has no forward mode. Once they have what
+is missing, either of them can replace the operator.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import functools
+import operator
+from typing import Any, cast
 
 import torch
 
-from dist_autograd_collectives import backend, transforms
-from dist_autograd_collectives.backend import Running
-from dist_autograd_collectives.maps import Map, Tensors
-from dist_autograd_collectives.transforms import has_batch, in_forward_mode, is_traced
-from dist_utils.torch_compat import graph_task_id, profiler_range
+# Its mode records graphs, for AOTAutograd too.
+from torch.fx.experimental import proxy_tensor
+
+from dist_autograd_collectives import backend
+from dist_autograd_collectives.maps import Map, Parts, Tensors, members
+from dist_utils.torch_compat import private
+
+_PURPOSE = "collectives under torch.func"
+_COMPILED = "collectives under torch.compile, or in batches of gradients"
 
 
-def linear(tensors: Tensors, linear_map: Map, key: int, *, is_traced: bool) -> Tensors:
+def function_transforms_active() -> bool:
+    """Return whether a transform of ``torch.func`` is running.
+
+    ``torch.autograd.Function`` chooses between its two implementations by it. No public name up to torch
+    2.15.
+    """
+    return bool(private("torch._C", "_are_functorch_transforms_active", _PURPOSE)())
+
+
+def is_recorded() -> bool:
+    """Return whether what runs now becomes part of a graph: of ``torch.compile``, or of ``make_fx``."""
+    return torch.compiler.is_compiling() or proxy_tensor.get_proxy_mode() is not None
+
+
+def is_traced() -> bool:
+    """Return whether something records or transforms what runs now, and must see one operator."""
+    return is_recorded() or function_transforms_active()
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[object]:
+    """Return a context for making and sending tensors as if neither ``torch.func`` nor ``make_fx`` ran.
+
+    torch's own way to do that for ``torch.func`` has no public name up to torch 2.15.
+    """
+    transformed = function_transforms_active()
+    recorded = not torch.compiler.is_compiling() and proxy_tensor.get_proxy_mode() is not None
+    if not transformed and not recorded:
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    if transformed:
+        clear = private("torch._functorch.pyfunctorch", "temporarily_clear_interpreter_stack", _PURPOSE)
+        stack.enter_context(clear())
+    if recorded:
+        stack.enter_context(proxy_tensor.disable_proxy_modes_tracing())
+    return stack
+
+
+def has_batch(tensors: Tensors) -> bool:
+    """Return whether one is a batch of ``torch.autograd.grad(is_grads_batched=True)``.
+
+    That is none of ``torch.func``: torch runs the operator once per gradient, seen by autograd. No public
+    name up to torch 2.15.
+    """
+    is_batch = private("torch._C._functorch", "is_legacy_batchedtensor", _COMPILED)
+    return any(map(is_batch, tensors))
+
+
+def in_forward_mode() -> bool:
+    """Return whether tensors may have tangents outside of ``torch.func``. No public name up to torch 2.15."""
+    return bool(private("torch.autograd.forward_ad", "_current_level", "forward mode") >= 0)
+
+
+def apply(tensors: Tensors, linear_map: Map, key: int, *, is_traced: bool) -> Tensors:
     """Apply a linear map, seen by autograd and by whatever transforms or traces.
 
     Args:
@@ -28,110 +92,164 @@ def linear(tensors: Tensors, linear_map: Map, key: int, *, is_traced: bool) -> T
         key: What tells its messages from those of the group's other calls.
         is_traced: Whether something records or transforms the call.
     """
-    # torch.compile may trace this part of a wait for what was started outside.
+    # torch.compile may trace this part of a call that began outside.
     if is_traced or torch.compiler.is_compiling() or has_batch(tensors):
-        return transforms.apply(tensors, linear_map, key)
-    results: Tensors = _Linear.apply(linear_map, key, *tensors)  # type: ignore[no-untyped-call]
-    return results
+        return _apply_operator(tensors, linear_map, key)
+    if in_forward_mode() or (torch.is_grad_enabled() and any(map(_needs_gradient, tensors))):
+        results: Tensors = _Linear.apply(linear_map, key, *tensors)  # type: ignore[no-untyped-call]
+        return results
+    return backend.run(tensors, linear_map, key)
 
 
-_SAVED = torch.empty(0)
+_needs_gradient = operator.attrgetter("requires_grad")
+
+SAVED = torch.empty(0)
 """Saved for backward instead of a value, of which none is needed: a checkpoint reruns only what precedes the
 last saved tensor, and if ranks saved different ones, not all of them would come back to the collective."""
-
-
-def _come_back(ctx: Any) -> None:
-    """Make the checkpoint around a collective, if there is one, rerun it now."""
-    ctx.saved_tensors  # noqa: B018 - reading them does
-
-
-def _dense(cotangents: Tensors) -> Tensors:
-    """Return the cotangents, sparse ones as dense tensors."""
-    return tuple([x if x.layout is torch.strided else x.to_dense() for x in cotangents])
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, linear_map: Map, key: int, *tensors: torch.Tensor) -> Tensors:
         ctx.map, ctx.key = linear_map, key
-        ctx.save_for_backward(_SAVED)
+        ctx.save_for_backward(SAVED)
         return backend.run(tensors, linear_map, key)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
-        _come_back(ctx)
+        ctx.saved_tensors  # noqa: B018 - makes the checkpoint around it, if there is one, run again now
         # Even if this rank needs no gradient, the others wait for it.
-        cotangents, transposed = _dense(cotangents), ctx.map.transposed
-        traced = is_traced()
-        if traced or torch.is_grad_enabled() or in_forward_mode() or has_batch(cotangents):
-            return None, None, *linear(cotangents, transposed, ctx.key, is_traced=traced)
-        return None, None, *backend.run(cotangents, transposed, ctx.key)
+        transposed = ctx.map.transposed
+        return None, None, *apply(cotangents, transposed, ctx.key, is_traced=is_traced())
 
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> Tensors:
-        return linear(tangents, ctx.map, ctx.key, is_traced=is_traced())
+        return apply(tangents, ctx.map, ctx.key, is_traced=is_traced())
 
 
-class Flight:
-    """A linear map that is started and waited for separately: two operations for autograd.
+def _apply_operator(tensors: Tensors, linear_map: Map, key: int) -> Tensors:
+    """Apply a linear map by the operator, which takes and returns one tensor: separate parts are joined."""
+    joined = backend.join_parts(tensors, linear_map)
+    received = _operator(joined, *_arguments(linear_map), key)
+    return backend.separate_parts(received, linear_map)
 
-    Backward reverses them: the backward of the wait launches the transposed map, and the backward of the
-    launch waits for it, after the backward of whatever was computed between the two. Between them only an
-    empty tensor is passed on, so that nobody reads data that has not arrived.
+
+def _arguments(linear_map: Map) -> tuple[Any, ...]:
+    """Return a map of joined parts as the operator's arguments; its inverse is :func:`_map`."""
+    names = linear_map.kind, linear_map.transpose, linear_map.title, linear_map.who.name
+    return *names, linear_map.order, list(linear_map.sent.lengths), list(linear_map.received.lengths)
+
+
+def _map(*arguments: Any) -> Map:
+    """Return the map of joined parts with these arguments of the operator, of which the key is the last."""
+    kind, transpose, title, name, order, sent, received, _ = arguments
+    resolve = private("torch.distributed.distributed_c10d", "_resolve_process_group", _PURPOSE)
+    who, sides = members(resolve(name)), (Parts(tuple(sent)), Parts(tuple(received)))
+    return Map(kind, transpose, title, who, order, *sides)
+
+
+def _transpose(*arguments: Any) -> tuple[Any, ...]:
+    kind, transpose, title, group, order, sent, received, key = arguments
+    return transpose, kind, title, group, order + 1, received, sent, key
+
+
+def _run(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Apply the map to a tensor that has values."""
+    return backend.run((x,), _map(*arguments), arguments[-1])[0]
+
+
+def _for_compiler() -> bool:
+    """Return whether a graph that is recorded now goes to a compiler, which knows torch's own operators."""
+    context = private("torch._guards", "TracingContext", _COMPILED)
+    return torch.compiler.is_compiling() or context.try_get() is not None
+
+
+def _record(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Apply the map by operators that a compiler knows."""
+    linear_map, x = _map(*arguments), x.contiguous()
+    if not linear_map.needs_others:
+        return backend.begin_alone(linear_map, (x,), 0)()[0]
+    return backend.start_traceable(x, linear_map)()
+
+
+def _view_of_one_call(x: torch.Tensor, number: int) -> torch.Tensor:
+    """Return a view of the whole tensor that only one call in a graph has.
+
+    AOTAutograd merges equal expressions. Where two tensors are one on this rank only, two calls would become
+    one here and stay two on the other ranks. Inductor first removes slices and copies of the whole, but no
+    selections: here the one with this number of more copies than that, which take no memory.
     """
-
-    def __init__(self, linear_map: Map, key: int) -> None:
-        self.map, self.key = linear_map, key
-        self.backwards: dict[int, Flight] = {}  # by the backward pass that they belong to
-        self.running: Running
-        """What runs, until it is waited for. Its result is not kept as long as the graph."""
-        self._traced: Tensors | None = None
-        """The results, if something transforms or records them: nothing is in flight then."""
-
-    def launch(self, tensors: Tensors) -> torch.Tensor:
-        """Start the map; return the token for :meth:`arrive`."""
-        traced = is_traced()
-        if traced or has_batch(tensors):
-            self._traced = linear(tensors, self.map, self.key, is_traced=traced)
-            return tensors[0].new_empty(0)
-        token: torch.Tensor = _Launch.apply(self, *tensors)  # type: ignore[no-untyped-call]
-        return token
-
-    def arrive(self, token: torch.Tensor) -> Tensors:
-        """Wait for the result; may be called once."""
-        if self._traced is not None:
-            return self._traced
-        results: Tensors = _Arrive.apply(self, token)  # type: ignore[no-untyped-call]
-        return results
+    return x.expand(number + 1, *x.shape).select(0, number)
 
 
-class _Launch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, flight: Flight, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.flight = flight
-        ctx.save_for_backward(_SAVED)
-        with profiler_range(flight.map.range_name + ":start"):
-            flight.running = Running(tensors, flight.map, flight.key)
-        return tensors[0].new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, token: torch.Tensor) -> Any:
-        _come_back(ctx)
-        flight: Flight = ctx.flight
-        return None, *flight.backwards.pop(graph_task_id()).arrive(token)
+# One operator for all maps, so that compiled transforms find its rules; linear in its tensor. Dynamo and
+# make_fx record it in their graphs as it is, so that every transform that is traced around it applies its
+# rules: reverse and forward mode of any order, and vmap in any nesting. Graphs for compilers record what
+# _record runs instead.
+_NAME = "dist_autograd_collectives::linear"
+_LIBRARY: Any = torch.library.Library("dist_autograd_collectives", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "linear(Tensor x, str kind, str transpose, str title, str group, int order, SymInt[] sent, "
+    "SymInt[] received, int key) -> Tensor"
+)
+_operator: Any = torch.ops.dist_autograd_collectives.linear.default
 
 
-class _Arrive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, flight: Flight, token: torch.Tensor) -> Tensors:  # noqa: ARG004 - for autograd
-        ctx.flight = flight
-        with profiler_range(flight.map.range_name + ":wait"):
-            return flight.running.wait()
+@functools.cache
+def _one_level() -> Any:
+    """Make the autograd function of the operator: torch's class is bound when it is used."""
+    base: Any = private("torch.autograd.function", "_SingleLevelFunction", _COMPILED)
 
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
-        flight: Flight = ctx.flight
-        backward = Flight(flight.map.transposed, flight.key)
-        # One that a pass left behind, because it raised in between, is never waited for.
-        flight.backwards[graph_task_id()] = backward
-        return None, backward.launch(_dense(cotangents))
+    class OneLevel(base):  # type: ignore[misc] # torch's class
+        """The operator at one level of ``torch.func``: what is below it is up to the levels below."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, keys: Any, *arguments: Any) -> torch.Tensor:
+            ctx.arguments = arguments
+            below = keys & private("torch._C", "_after_autograd_keyset", _COMPILED)
+            forward_mode = private("torch.autograd.forward_ad", "_set_fwd_grad_enabled", _COMPILED)
+            with (
+                private("torch._C", "_AutoDispatchBelowAutograd", _COMPILED)(),
+                torch.enable_grad(),  # for the levels below
+                forward_mode(True),
+            ):
+                return cast("torch.Tensor", _operator.redispatch(below, x, *arguments))
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+            nothing = (None,) * (1 + len(ctx.arguments))
+            return _operator(cotangent, *_transpose(*ctx.arguments)), *nothing
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+            return cast("torch.Tensor", _operator(tangent, *ctx.arguments))
+
+    return OneLevel
+
+
+def _differentiate(keys: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Apply the operator, seen by autograd."""
+    with private("torch._functorch.utils", "enable_single_level_autograd_function", _COMPILED)():
+        return cast("torch.Tensor", _one_level().apply(x, keys, *arguments))
+
+
+def _batch(_: Any, in_dims: tuple[int, ...], x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, int]:
+    """Apply the operator to a batch, whose dimension goes last, because parts lie along dimension 0."""
+    result = _operator(x.movedim(in_dims[0], -1), *arguments)
+    return result, result.ndim - 1
+
+
+def _trace(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> torch.Tensor:
+    """Record the operator as one, so that nothing tears its start and its wait apart; or for a compiler."""
+    if not _for_compiler():
+        return cast("torch.Tensor", mode.__torch_dispatch__(func, types, args, kwargs))
+    x, *arguments = args
+    with mode:
+        return _record(_view_of_one_call(x, len(mode.tracer.graph.nodes)), *arguments)
+
+
+_LIBRARY.impl(_operator, _run, "CompositeExplicitAutograd")
+_LIBRARY.impl(_operator, _differentiate, "Autograd", with_keyset=True)
+torch.library.register_fake(_NAME, _record, lib=_LIBRARY)
+torch.library.register_vmap(_NAME, _batch, lib=_LIBRARY)
+torch.library.register_torch_dispatch(_NAME, proxy_tensor.ProxyTorchDispatchMode, _trace, lib=_LIBRARY)

@@ -1,14 +1,16 @@
-"""What every collective is made of: linear maps of all ranks' tensors, and the ranks that take part."""
+"""What every collective is made of: linear maps of all ranks' rows, and the ranks that take part."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import os
 import weakref
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,27 @@ Convention: TypeAlias = Literal["sum", "replicated"]
 """What the ranks do next with a result: different work (``"sum"``), or the same (``"replicated"``)."""
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
+
+
+class Parts(NamedTuple):
+    """What one rank sends to each rank, or receives from each; the same tensor if it has no lengths.
+
+    Attributes:
+        lengths: The parts' lengths along dimension 0, if these may differ; one of length 0 is not sent.
+        separate: Whether they are W tensors, instead of one after the other in one.
+    """
+
+    lengths: tuple[int, ...] = ()
+    separate: bool = False
+
+    @property
+    def are_empty(self) -> bool:
+        """Whether nothing is sent, or received, not even from this rank to itself."""
+        return len(self.lengths) > 0 and not any(self.lengths)
+
+    def elements(self, rank: int, tensor: torch.Tensor) -> int:
+        """Return the number of elements of one rank's part, made of such tensors."""
+        return self.lengths[rank] * tensor.shape[1:].numel() if self.lengths else tensor.numel()
 
 
 class Members:
@@ -51,33 +74,28 @@ class Members:
     def group(self) -> dist.ProcessGroup:
         """The process group; raises if it was destroyed."""
         group = None if self._group is None else self._group()
-        if group is None:
-            raise RuntimeError(_DESTROYED)
-        return group
-
-    def backends(self) -> str:
-        """Return the backends of the group, as in ``"cpu:gloo,cuda:nccl"``; raises if it was destroyed."""
         try:
-            return dist.get_backend_config(self.group)
-        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-            raise RuntimeError(_DESTROYED) from error
+            if group is not None and dist.get_process_group_ranks(group):
+                return group
+        except KeyError:
+            pass
+        raise RuntimeError("it was destroyed by destroy_process_group: run backward before")
 
     def next_call(self) -> int:
         """Return the number of the next call, which all ranks count, in every grad mode."""
         self._calls += 1
         return self._calls
 
-    def only(self, rank: int | None, length: int) -> tuple[int, ...]:
-        """Return lengths for all ranks: this one for one rank, or for none, and 0 for the others."""
-        return tuple([length if one == rank else 0 for one in range(self.size)])
+    def only(self, rank: int | None, length: int) -> Parts:
+        """Return parts of this length for one rank, or for none, and empty ones for the others."""
+        return Parts(tuple([length if one == rank else 0 for one in range(self.size)]))
 
-    def from_root(self, root: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the lengths that this rank sends to each rank and receives, if only one rank sends."""
-        incoming = self.only(root, length)
-        return (incoming[self.rank],) * self.size, incoming
+    def from_root(self, root: int, length: int) -> tuple[Parts, Parts]:
+        """Return what this rank sends and receives if only one rank sends, parts of this length."""
+        received = self.only(root, length)
+        return Parts((received.lengths[self.rank],) * self.size), received
 
 
-_DESTROYED = "it was destroyed by destroy_process_group: run backward before"
 _members: weakref.WeakKeyDictionary[dist.ProcessGroup, Members] = weakref.WeakKeyDictionary()
 
 
@@ -93,7 +111,6 @@ def members(group: GroupLike) -> Members:
     return found
 
 
-@functools.cache
 def hash_of_names(*names: object) -> int:
     """Return a hash that is the same in all processes, unlike Python's of strings."""
     return zlib.crc32(repr(names).encode())
@@ -132,48 +149,35 @@ class Map:
         title: The function that it belongs to, and the operation, for errors and profilers.
         who: The ranks.
         order: How often it was transposed: 1 in a first backward, 2 in the backward of that, and so on.
-        input_splits: The lengths of the parts for each rank along dimension 0, if a rank may send another
-            part to each rank, or nothing.
-        output_splits: Likewise, of the parts from each rank.
+        sent: The parts for each rank, if a rank may send another part to each rank, or nothing.
+        received: Likewise, the parts from each rank.
         rows: The length of its tensors along dimension 0, if a rank may send or receive nothing: it takes
             tensors of this length there, too, and returns zeros.
-        separate_input: Whether the parts for W ranks are W tensors, instead of one after the other in one.
-        separate_output: Likewise, those from W ranks.
+        ways: How such a map is started, by the shape, dtype and device of the first of its tensors.
     """
 
     kind: Kind
     transpose: Kind
     title: str
     who: Members
-    order: int = 0
-    input_splits: tuple[int, ...] = ()
-    output_splits: tuple[int, ...] = ()
+    order: int
+    sent: Parts  # no default: Dynamo of torch 2.6 knows none of such a type
+    received: Parts
     rows: int = 0
-    separate_input: bool = False
-    separate_output: bool = False
+    ways: dict[Any, Any] = field(default_factory=dict)
 
     @functools.cached_property
     def transposed(self) -> Map:
         """The map whose matrix is the transpose of this one's; the transpose of that is this map again."""
-        return Map(
-            self.transpose,
-            self.kind,
-            self.title,
-            self.who,
-            self.order + 1,
-            self.output_splits,
-            self.input_splits,
-            self.rows,
-            self.separate_output,
-            self.separate_input,
-        )
+        sides = self.received, self.sent
+        return Map(self.transpose, self.kind, self.title, self.who, self.order + 1, *sides, self.rows)
 
-    @functools.cached_property
+    @property
     def needs_others(self) -> bool:
         """Whether there is anything to communicate."""
         return self.who.size > 1 and self.kind not in ("copy", "own_part")
 
-    @functools.cached_property
+    @property
     def sums(self) -> bool:
         """Whether what a rank receives is added up."""
         return self.kind in ("all_reduce", "reduce_scatter", "reduce")
@@ -181,34 +185,13 @@ class Map:
     @property
     def root(self) -> int:
         """Of a broadcast or a reduce: the only rank that sends, or receives, if anybody does."""
-        lengths = self.output_splits if self.kind == "broadcast" else self.input_splits
+        lengths = (self.received if self.kind == "broadcast" else self.sent).lengths
         return lengths.index(max(lengths))
-
-    @functools.cached_property
-    def names(self) -> int:
-        """A hash of what it is, for the tags of its messages."""
-        return hash_of_names(self.title, self.kind, self.order)
 
     @functools.cached_property
     def range_name(self) -> str:
         """The name that a profiler shows: the public function, and how often it was transposed."""
         return f"dist_autograd_collectives::{self.title}{':backward' * self.order}"
-
-    @functools.cached_property
-    def targets(self) -> list[int]:
-        """The other ranks to which this one sends."""
-        return [rank for rank in self.who.others if not self.input_splits or self.input_splits[rank]]
-
-    @functools.cached_property
-    def sources(self) -> list[int]:
-        """The other ranks from which this one receives, the one before it first."""
-        others = reversed(self.who.others)
-        return [rank for rank in others if not self.output_splits or self.output_splits[rank]]
-
-    @functools.cached_property
-    def receives_nothing(self) -> bool:
-        """Whether this rank receives nothing, not even from itself, and returns zeros."""
-        return len(self.output_splits) > 0 and not any(self.output_splits)
 
     def zeros(self, like: torch.Tensor) -> torch.Tensor:
         """Return a new tensor that stands for what is not received."""
@@ -216,20 +199,88 @@ class Map:
 
     def parts_of(self, tensors: Tensors) -> Tensors:
         """Return what this rank sends to each of its targets: a part, or the same to all."""
-        if self.kind in ("all_reduce", "all_gather", "broadcast", "reduce") or not any(self.input_splits):
+        if self.kind in ("all_gather", "broadcast", "reduce") or not any(self.sent.lengths):
             return tensors * self.who.size
-        return tensors if self.separate_input else tensors[0].split_with_sizes(self.input_splits)
+        return tensors if self.sent.separate else tensors[0].split_with_sizes(self.sent.lengths)
 
-    def new_results(self, like: torch.Tensor) -> tuple[Tensors, Tensors]:
+    def new_results(self, like: torch.Tensor) -> tuple[Tensors, list[torch.Tensor]]:
         """Return tensors for what this rank receives, or zeros, and the place in them for each source."""
-        size, shape = self.who.size, like.shape[1:]
-        if self.receives_nothing:
-            results = tuple([self.zeros(like) for _ in range(size if self.separate_output else 1)])
-            return results, results * size
-        if self.separate_output:
-            results = tuple([like.new_empty(length, *shape) for length in self.output_splits])
-            return results, results
-        whole = like.new_empty(sum(self.output_splits), *shape)
+        size, shape, lengths = self.who.size, like.shape[1:], self.received.lengths
+        if self.received.are_empty:
+            results = tuple([self.zeros(like) for _ in range(size if self.received.separate else 1)])
+            return results, [*results * size]
+        if self.received.separate:
+            results = tuple([like.new_empty(length, *shape) for length in lengths])
+            return results, [*results]
+        whole = like.new_empty(sum(lengths), *shape)
         if self.kind == "broadcast":
-            return (whole,), (whole,) * size
-        return (whole,), whole.split_with_sizes(self.output_splits)
+            return (whole,), [whole] * size
+        return (whole,), [*whole.split_with_sizes(lengths)]
+
+
+def pad(rows: torch.Tensor, length: int) -> torch.Tensor:
+    """Return a tensor padded with rows of zeros to a length; the result depends on it even if it is empty."""
+    # Not torch.nn.functional.pad: torch 2.6 pads nothing that is empty afterwards, or backward.
+    missing = length - rows.shape[0]
+    return concatenate([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
+
+
+def as_rows(tensors: Sequence[torch.Tensor]) -> Tensors:
+    """Return the tensors, those without dimensions as a row: what is sent has rows, along dimension 0."""
+    return tuple([tensor if tensor.ndim else tensor.view(1) for tensor in tensors])
+
+
+def count(shape: Sequence[int]) -> int:
+    """Return how many rows :func:`as_rows` makes of a tensor of this shape."""
+    return shape[0] if shape else 1
+
+
+def of_shape(received: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor in another shape; a view is made, with its place in the graph, only if it differs."""
+    return received if received.shape == shape else received.view(shape)
+
+
+def flatten_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return all elements in one flat tensor."""
+    return concatenate(flatten_each(tensors))
+
+
+def flatten_each(tensors: Sequence[torch.Tensor]) -> Tensors:
+    """Return each tensor's elements in a flat one."""
+    return tuple([tensor.flatten() for tensor in tensors])
+
+
+def concatenate(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Return tensors one after the other along a dimension, in their dtype, also under autocast.
+
+    The result depends on each of them, even on an empty one, so that backward, which the other ranks wait
+    for, comes to all of them on this rank. ``torch.cat`` leaves empty tensors of one dimension out of the
+    graph, but none of two; the same holds for the backward of ``torch.split``.
+    """
+    with _without_autocast(tensors[0].device.type):
+        return torch.cat([tensor.unsqueeze(0) for tensor in tensors], 1 + dim).squeeze(0)
+
+
+def _without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which dtypes stay as they are: a rank that pads must not differ from others."""
+    if torch.compiler.is_compiling() or not torch.is_autocast_enabled(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+def split(joined: torch.Tensor, lengths: Sequence[int]) -> Tensors:
+    """Return the tensors that were concatenated along dimension 0."""
+    return tuple(part.squeeze(0) for part in torch.split(joined.unsqueeze(0), list(lengths), 1))
+
+
+def views_of_shapes(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> Tensors:
+    """Return the tensors whose elements :func:`flatten_all` has put into one.
+
+    They are views that may be changed in place, unlike those of ``torch.split``.
+    """
+    found, start = [], 0
+    for shape in shapes:
+        length = math.prod(shape)
+        found.append(flat.narrow(0, start, length).view(shape))
+        start += length
+    return tuple(found)

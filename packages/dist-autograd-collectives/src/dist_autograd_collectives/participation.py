@@ -6,15 +6,14 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from dist_autograd_collectives.arguments import check_tensor
 from dist_autograd_collectives.backend import CollectiveError
-from dist_autograd_collectives.maps import Members, members
-from dist_autograd_collectives.plans import Call
-from dist_autograd_collectives.transforms import is_traced, outside_transforms
+from dist_autograd_collectives.linear import is_traced, outside_transforms
+from dist_autograd_collectives.maps import Members, Parts, Tensors, members
 from dist_utils import AgreementError, TensorMismatchError, resolve_group
 from dist_utils.process_groups import TensorClaim, all_gather_plain, require_same_tensors
 from dist_utils.torch_compat import transformed_as
@@ -40,14 +39,12 @@ def connect(loss: torch.Tensor, *outputs: torch.Tensor | Sequence[torch.Tensor])
         >>> loss = connect(loss_of(mine), theirs)  # doctest: +SKIP
     """
     loss = check_tensor("loss", loss)
-    tensors: list[torch.Tensor] = []
     for output in outputs:
-        tensors.extend(output if isinstance(output, (tuple, list)) else [cast("torch.Tensor", output)])
-    for given in tensors:
-        output = check_tensor("each output", given)
-        # Empty, so that no infinity and no NaN in the output gets into the loss.
-        nothing = output.flatten()[:0].sum()
-        loss = loss + (nothing.real if output.is_complex() else nothing).to(loss.dtype)
+        for given in output if isinstance(output, (tuple, list)) else (output,):
+            tensor = check_tensor("each output", given)
+            # Empty, so that no infinity and no NaN in the output gets into the loss.
+            nothing = tensor.flatten()[:0].sum()
+            loss = loss + (nothing.real if tensor.is_complex() else nothing).to(loss.dtype)
     return loss
 
 
@@ -122,22 +119,15 @@ def compare_calls(enabled: bool = True) -> Iterator[None]:
 
 def compares() -> bool:
     """Return whether calls of this thread are compared."""
-    return not torch.compiler.is_compiling() and _compares.get()
+    return _compares.get()
 
 
-def compare(call: Call[Any]) -> None:
-    """Raise on every rank unless all ranks make the same call."""
-    if call.is_recorded:
-        return
-    plan = call.plan
-    # If one of them does, backward runs, for all of them.
-    needs = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
-    described = [
-        _description(tensor, shape, needs) for tensor, shape in zip(call.tensors, plan.shapes, strict=False)
-    ]
-    _require_same(plan.who, TensorClaim([("", one) for one in described], f"{plan.title}{plan.terms}"))
-    if plan.splits is not None:
-        _compare_splits(plan.who, *plan.splits)
+def compare(who: Members, called: str, tensors: Tensors, shapes: Sequence[Sequence[int]]) -> None:
+    """Raise on every rank unless all ranks make the same call with such tensors."""
+    # If one of them needs a gradient, backward runs, for all of them.
+    needs = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    described = [_description(tensor, shape, needs) for tensor, shape in zip(tensors, shapes, strict=False)]
+    _require_same(who, TensorClaim([("", one) for one in described], called))
 
 
 def tell(problem: Exception, group: Any) -> None:
@@ -158,7 +148,7 @@ def tell(problem: Exception, group: Any) -> None:
         _require_same(who, TensorClaim([]), problem)
 
 
-def _description(tensor: torch.Tensor, shape: tuple[int, ...], needs_gradient: bool) -> str:
+def _description(tensor: torch.Tensor, shape: Sequence[int], needs_gradient: bool) -> str:
     lengths = ", ".join("any" if length < 0 else str(length) for length in shape)
     needs = "a gradient" if needs_gradient else "no gradient"
     what = f"shape ({lengths}), {tensor.dtype} on {tensor.device.type}, which needs {needs}"
@@ -180,10 +170,10 @@ def _require_same(who: Members, claim: TensorClaim, problem: Exception | None = 
             ) from error
 
 
-def _compare_splits(who: Members, outgoing: Any, incoming: Any) -> None:
+def compare_splits(who: Members, outgoing: Parts, incoming: Parts) -> None:
     """Raise on every rank unless each rank expects from every other as much as that one sends."""
     with outside_transforms():
-        everyone = all_gather_plain(who.group, [list(outgoing), list(incoming)])
+        everyone = all_gather_plain(who.group, [list(outgoing.lengths), list(incoming.lengths)])
     for sender, (sent, _) in enumerate(everyone):
         for receiver, (_, expected) in enumerate(everyone):
             if sent[receiver] != expected[sender]:

@@ -68,8 +68,10 @@ class Reduction(NamedTuple):
 
     def result(self, total: torch.Tensor) -> torch.Tensor:
         """Return the result for the sum of the summands; a mean of integers is rounded towards zero."""
-        if self.name == "AVG" and not (total.is_floating_point() or total.is_complex()):
-            return torch.div(total, self.size, rounding_mode="trunc").to(self.dtype)
+        if self.name != "AVG":
+            return total
+        if not (total.is_floating_point() or total.is_complex()):
+            total = torch.div(total, self.size, rounding_mode="trunc")
         return total.to(self.dtype)
 
     def reduce(self, stacked: torch.Tensor) -> torch.Tensor:
@@ -113,16 +115,15 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize == 1 else dtype
 
 
-def sum_of_parts(parts: Sequence[torch.Tensor], own: int) -> torch.Tensor:
+def sum_of_parts(parts: Sequence[torch.Tensor], own: int, wide: torch.dtype) -> torch.Tensor:
     """Return the sum of all ranks' parts in rank order, unseen by autograd.
 
     Args:
-        parts: Two or more. All but this rank's own are overwritten. More than two of 16 bits are added in
-            fp32.
+        parts: Two or more. All but this rank's own are overwritten.
         own: The place of this rank's.
+        wide: The dtype in which they are added, of :func:`dtype_of_sums`.
     """
     dtype = parts[0].dtype
-    wide = _dtype_of_sums(dtype, len(parts))
     if wide != dtype:
         parts = [part.to(wide) for part in parts]
     # The first two in either order are one sum: added up in memory of another rank's part.
@@ -134,7 +135,7 @@ def sum_of_parts(parts: Sequence[torch.Tensor], own: int) -> torch.Tensor:
     return total if wide == dtype else total.to(dtype)
 
 
-@functools.cache
-def _dtype_of_sums(dtype: torch.dtype, count: int) -> torch.dtype:
+def dtype_of_sums(dtype: torch.dtype, count: int) -> torch.dtype:
+    """Return the dtype in which so many parts are added: fp32 for more than two of 16 bits."""
     short = dtype.is_floating_point and dtype.itemsize < 4 and count > 2
     return torch.float32 if short else wide_dtype(dtype)

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from dist_autograd_collectives import arguments, rows
-from dist_autograd_collectives.collective import collective
-from dist_autograd_collectives.maps import Convention, Kind, Tensors, members
-from dist_autograd_collectives.plans import Compute, Plan, as_given, first
+from dist_autograd_collectives import arguments, maps
+from dist_autograd_collectives.collective import Compute, Plan, as_given, collective, first
+from dist_autograd_collectives.maps import Convention, Kind, Parts, Tensors, members
 from dist_autograd_collectives.reductions import ReduceOperation, Reduction
 from dist_utils import GroupLike
 
 
-@collective()
+@collective
 def all_reduce(
     tensor: torch.Tensor,
     op: ReduceOperation = ReduceOp.SUM,
@@ -65,11 +64,10 @@ def all_reduce(
     who, shape = members(group), tensor.shape
     reduction = Reduction.parse(op, tensor.dtype, who.size)
     plan: Plan[Any] = Plan(f"all_reduce({reduction.name})", who, [tensor], grad=grad)
-    reduce_all = _reduce_for_all(plan, reduction, first, tensor.numel())
-    return plan.returning(lambda received: rows.of_shape(reduce_all(received), shape))
+    return plan.returning(_reduce_for_all(plan, reduction, first, shape))
 
 
-@collective()
+@collective
 def reduce(
     tensor: torch.Tensor,
     dst: int | None = None,
@@ -105,12 +103,12 @@ def reduce(
     root = arguments.root_in_group(who, dst, group_dst, "dst")
     reduction = Reduction.parse(op, tensor.dtype, who.size)
     plan: Plan[Any] = Plan(f"reduce({reduction.name})", who, [tensor], f" to {root}")
-    lengths = who.only(root, rows.count(shape))
-    reduce_part = _reduce_for_each(plan, reduction, rows.as_rows, lengths, root=root)
-    return plan.returning(lambda received: rows.of_shape(reduce_part(received), shape))
+    sent = who.only(root, maps.count(shape))
+    reduce_part = _reduce_for_each(plan, reduction, maps.as_rows, sent, root=root)
+    return plan.returning(lambda received: maps.of_shape(reduce_part(received), shape))
 
 
-@collective(fills="output")
+@collective
 def reduce_scatter(
     output: torch.Tensor,
     input_list: Sequence[torch.Tensor],
@@ -142,12 +140,12 @@ def reduce_scatter(
     arguments.check_buffer("output", output, input_list[0], shape=True)
     reduction = Reduction.parse(op, output.dtype, who.size)
     plan: Plan[Any] = Plan(f"reduce_scatter({reduction.name})", who, input_list)
-    lengths = (rows.count(shape),) * who.size
-    reduce_part = _reduce_for_each(plan, reduction, rows.as_rows, lengths, separate=True)
-    return plan.returning(lambda received: rows.of_shape(reduce_part(received), shape))
+    sent = Parts((maps.count(shape),) * who.size, separate=True)
+    reduce_part = _reduce_for_each(plan, reduction, maps.as_rows, sent)
+    return plan.returning(lambda received: maps.of_shape(reduce_part(received), shape))
 
 
-@collective()
+@collective
 def reduce_scatter_dim(
     tensor: torch.Tensor,
     op: ReduceOperation = ReduceOp.SUM,
@@ -177,7 +175,7 @@ def reduce_scatter_dim(
             in the group.
 
     Cost:
-        W - 1 times the bytes of the longest part, forward and backward.
+        The bytes of the other ranks' parts, forward and backward.
 
     Source:
         ``torch.distributed._functional_collectives.reduce_scatter_tensor``, whose gradient covers SUM only.
@@ -185,23 +183,14 @@ def reduce_scatter_dim(
     who, dim = members(group), arguments.dimension(tensor.ndim, dim)
     lengths = arguments.split_sizes("sizes", tensor.shape[dim], sizes, who)
     reduction = Reduction.parse(op, tensor.dtype, who.size)
-    longest, mine = max(lengths), lengths[who.rank]
-    is_even = min(lengths) == longest
-
-    def parts(given: Tensors) -> Tensors:
-        moved = given[0].movedim(dim, 0)
-        if is_even:
-            return (moved,)
-        return (rows.concatenate([rows.pad(part, longest) for part in torch.split(moved, list(lengths))]),)
-
-    plan: Plan[Any] = Plan(
-        f"reduce_scatter_dim({reduction.name})", who, [tensor], f", {dim}, {list(lengths)}"
-    )
-    reduce_part = _reduce_for_each(plan, reduction, parts, (longest,) * who.size)
-    return plan.returning(lambda received: reduce_part(received)[:mine].movedim(0, dim))
+    terms = f", {dim}, {list(lengths)}"
+    plan: Plan[Any] = Plan(f"reduce_scatter_dim({reduction.name})", who, [tensor], terms)
+    moved: Compute = lambda given: (given[0].movedim(dim, 0),)  # noqa: E731
+    reduce_part = _reduce_for_each(plan, reduction, moved, Parts(lengths))
+    return plan.returning(lambda received: reduce_part(received).movedim(0, dim))
 
 
-@collective()
+@collective
 def copy_to_group(tensor: torch.Tensor, *, group: GroupLike = None) -> Plan[torch.Tensor]:
     """Return a copy, whose gradient is summed over the ranks.
 
@@ -228,7 +217,7 @@ def copy_to_group(tensor: torch.Tensor, *, group: GroupLike = None) -> Plan[torc
     return plan.returning(first)
 
 
-@collective()
+@collective
 def all_reduce_coalesced(
     tensors: Sequence[torch.Tensor],
     op: ReduceOperation = ReduceOp.SUM,
@@ -261,18 +250,12 @@ def all_reduce_coalesced(
     arguments.check_alike("tensors", tensors, max(1, len(tensors)), shapes=False)
     reduction = Reduction.parse(op, tensors[0].dtype, who.size)
     plan: Plan[Any] = Plan(f"all_reduce_coalesced({reduction.name})", who, tensors, grad=grad)
-    reduce_all = _reduce_for_all(plan, reduction, rows.flatten_all, sum(map(math.prod, shapes)))
-    return plan.returning(lambda received: rows.views_of_shapes(reduce_all(received), shapes))
+    reduce_all = _reduce_for_all(plan, reduction, maps.flatten_all, [sum(map(math.prod, shapes))])
+    return plan.returning(lambda received: maps.views_of_shapes(reduce_all(received), shapes))
 
 
 def _reduce_for_each(
-    plan: Plan[Any],
-    reduction: Reduction,
-    parts: Compute,
-    lengths: tuple[int, ...],
-    *,
-    separate: bool = False,
-    root: int | None = None,
+    plan: Plan[Any], reduction: Reduction, parts: Compute, sent: Parts, *, root: int | None = None
 ) -> Callable[[Tensors], torch.Tensor]:
     """Append what reduces the ``r``-th of W parts to rank ``r``.
 
@@ -283,28 +266,27 @@ def _reduce_for_each(
         plan: The plan.
         reduction: The operation.
         parts: Makes the parts of what the caller gave.
-        lengths: The parts' lengths along dimension 0.
-        separate: Whether they are W tensors, instead of one after the other in one along dimension 0.
+        sent: Them.
         root: The only rank with a part, if there is one; the others get zeros.
 
     Returns:
         What makes this rank's part of what it receives.
     """
-    size, mine = reduction.size, lengths[plan.who.rank]
+    size, mine = reduction.size, sent.lengths[plan.who.rank]
     kind: Kind = "reduce_scatter" if root is None else "reduce"
-    splits = lengths, (mine,) * size, 0 if root is None else lengths[root]
+    sides = sent, Parts((mine,) * size), 0 if root is None else sent.lengths[root]
     if reduction.is_sum:
         summands: Compute = lambda given: tuple([reduction.summand(part) for part in parts(given)])  # noqa: E731
-        plan.map(kind, summands, *splits, separate_input=separate)
+        plan.map(kind, summands, *sides)
         return lambda received: reduction.result(received[0])
-    plan.map("exchange", parts, *splits, separate_input=separate)
+    plan.map("exchange", parts, *sides)
     if not mine:
         return first
     return lambda received: reduction.reduce(received[0].view(size, mine, *received[0].shape[1:]))
 
 
 def _reduce_for_all(
-    plan: Plan[Any], reduction: Reduction, join: Callable[[Tensors], torch.Tensor], count: int
+    plan: Plan[Any], reduction: Reduction, join: Callable[[Tensors], torch.Tensor], shape: Sequence[int]
 ) -> Callable[[Tensors], torch.Tensor]:
     """Append what reduces a tensor for all ranks.
 
@@ -312,17 +294,16 @@ def _reduce_for_all(
         plan: The plan.
         reduction: The operation.
         join: Makes the tensor of what the caller gave.
-        count: The number of its elements.
+        shape: Its shape.
 
     Returns:
-        What makes the reduced tensor, flat unless it is a sum, of what this rank receives.
+        What makes the reduced tensor of what this rank receives.
     """
     if reduction.is_sum:
         plan.map("all_reduce", lambda given: (reduction.summand(join(given)),))
         return lambda received: reduction.result(received[0])
-    longest = -(-count // reduction.size)
-    parts: Compute = lambda given: (rows.pad(join(given).flatten(), longest * reduction.size),)  # noqa: E731
-    lengths = (longest,) * reduction.size
-    reduce_part = _reduce_for_each(plan, reduction, parts, lengths)
-    plan.map("all_gather", lambda received: (reduce_part(received),), (), lengths)
-    return lambda received: received[0][:count]
+    count, size = math.prod(shape), reduction.size
+    each = Parts(tuple([(count + rank) // size for rank in range(size)]))
+    reduce_part = _reduce_for_each(plan, reduction, lambda given: (join(given).flatten(),), each)
+    plan.map("all_gather", lambda received: (reduce_part(received),), Parts(), each)
+    return lambda received: received[0].view(shape)
