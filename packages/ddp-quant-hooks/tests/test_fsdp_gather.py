@@ -469,6 +469,24 @@ def _inside_another_backward(_):
             assert_same(layer.seen["forward"][-1], weights, ours)
 
 
+class Repeated(torch.nn.Sequential):
+    """Layers behind one checkpoint, which the backward pass runs forward again."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def _repeated_by_a_checkpoint(_):
+    """Where a checkpoint repeats the forward pass of several modules, these use what was kept."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for ours in ({"keep_for_backward": True}, {"differences": True}):
+        net = shard_layers(torch.nn.Sequential(Repeated(*shard_layers(watched_layers(), mesh))), mesh)
+        handle = quantize_all_gather(net, min_bytes=0, **ours)
+        net(_batch(0).requires_grad_()).square().mean().backward()
+        found = handle.statistics
+        assert (found.quantized_gathers + found.exact_gathers, found.reused_gathers) == (3, 3), ours
+
+
 def _fails(*_):
     raise ZeroDivisionError
 
@@ -555,6 +573,7 @@ def _two_ranks(rank):
         _without_gradients,
         _kept_only_for_a_backward_pass,
         _inside_another_backward,
+        _repeated_by_a_checkpoint,
         _not_finite_and_errors,
         _two_micro_batches,
     ):

@@ -196,15 +196,15 @@ class GatherHandle(Replacement):
                 raise ValueError(f"module {name} is gathered in few bits: remove() the other handle")  # noqa: TRY004
             if type(present) is not default:
                 raise ValueError(f"module {name} has an all-gather of its own, a {type(present).__name__}")
-            for kept in module.group.fsdp_params:
-                shard = private(kept, "_sharded_local_tensor", self._function)
+            for parameter in module.group.fsdp_params:
+                shard = private(parameter, "_sharded_local_tensor", self._function)
                 if hasattr(shard, "fsdp_pre_all_gather"):
                     raise ValueError(
                         f"module {name} has parameters of class {type(shard).__name__}, which decides itself "
                         "what is gathered (fsdp_pre_all_gather)"
                     )
                 # bitsandbytes leaves it to layers when FSDP makes parameters of its own.
-                if hasattr(private(kept, "_module_info", self._function).module, "quant_state"):
+                if hasattr(private(parameter, "_module_info", self._function).module, "quant_state"):
                     raise ValueError(
                         f"module {name} has numbers of few bits packed into other values (quant_state), "
                         "which rounding would spoil: gather only modules without them in few bits"

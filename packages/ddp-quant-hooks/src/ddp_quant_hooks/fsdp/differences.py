@@ -36,12 +36,12 @@ class Sent(NamedTuple):
     """What a gather has sent, or received.
 
     Attributes:
-        exact: Whether values themselves, of any parameter, were sent or received.
+        has_values: Whether values themselves, of any parameter, were sent or received.
         bytes_to_receiver: What each rank got that takes this one's differences.
         bytes_inside: What each other rank of the host got.
     """
 
-    exact: bool
+    has_values: bool
     bytes_to_receiver: int
     bytes_inside: int
 
@@ -110,7 +110,7 @@ class Differences:
         copies = self._copies if self._fit(own) else None
         self._copies = None  # until all of them are what they should be: an error leaves none
         times = self._times_started_over
-        sent = Sent(exact=False, bytes_to_receiver=0, bytes_inside=0)
+        sent = Sent(has_values=False, bytes_to_receiver=0, bytes_inside=0)
         if copies is None or not again:
             copies = copies or _Copies(1 + len(self._route.entering), own)
             copies.begin_use()

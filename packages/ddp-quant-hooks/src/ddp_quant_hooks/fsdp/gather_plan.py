@@ -173,10 +173,6 @@ class Route:
     hands_on: Span
     handed_on: tuple[tuple[int, Span], ...]
 
-    def message(self, memory: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return the part of memory for a rank's message."""
-        return memory.view(len(self.order), -1)[self.order.index(rank)]
-
     @property
     def inside(self) -> tuple[int, ...]:
         """The other ranks of the host."""

@@ -138,8 +138,8 @@ class ModuleGather(Substitute):
     def parameters(self) -> tuple[tuple[int, bool], ...]:
         """Return how many values of each parameter a shard has, and whether they are sent as they are."""
         return tuple(
-            (kept.padded_sharded_param_size.numel(), self._options.exact_1d and kept.sharded_param.dim() <= 1)
-            for kept in self._module.group.fsdp_params
+            (one.padded_sharded_param_size.numel(), self._options.exact_1d and one.sharded_param.dim() <= 1)
+            for one in self._module.group.fsdp_params
         )
 
     def why_plain(
@@ -212,9 +212,10 @@ class ModuleGather(Substitute):
         keeps = self._keeps()  # asked now: an asynchronous gather goes on at another place
         group, route, size = self._group, self._route, form.message_bytes
         memory = torch.empty(len(route.order) * size, dtype=torch.uint8, device=output.device)
+        rows = memory.view(len(route.order), size)
         # All of it before anything is restored: this rank's values are a part of the output.
-        form.encode(own, route.message(memory, group.rank()))
-        for works in self._steps(memory):
+        form.encode(own, rows[route.order.index(group.rank())])
+        for works in self._steps(rows):
             yield from pause_before(works)
         record_use(memory)  # an asynchronous gather may end on another stream
         form.decode(memory, route.order, output)
@@ -243,31 +244,27 @@ class ModuleGather(Substitute):
         """Gather differences, or what was gathered last ``again``; pause before each wait."""
         sent = yield from differences.gather(form, output, own, again=again)
         route, kind = self._route, "reused" if sent.bytes_to_receiver == 0 else "quantized"
-        leaving = self._sent_to_other_hosts * sent.bytes_to_receiver
         self._counter.add(
-            **{f"{'exact' if sent.exact else kind}_gathers": 1},
+            **{f"{'exact' if sent.has_values else kind}_gathers": 1},
             bytes_sent=len(route.leaving) * sent.bytes_to_receiver + len(route.inside) * sent.bytes_inside,
-            bytes_between_hosts=leaving,
+            bytes_between_hosts=self._sent_to_other_hosts * sent.bytes_to_receiver,
             bytes_of_all_gather=self._bytes_of_ring(self._group, output.nbytes)[0],
         )
 
-    def _steps(self, memory: torch.Tensor) -> Iterator[Sequence[Arrival]]:
-        """Start the messages of each step, when those of the step before have arrived."""
+    def _steps(self, rows: torch.Tensor) -> Iterator[Sequence[Arrival]]:
+        """Start the messages of each step, when those of the step before have arrived; one is a row."""
         group, route = self._group, self._route
-        place = dict(zip(route.order, memory.view(len(route.order), -1), strict=True))
+        place = dict(zip(route.order, rows, strict=True))
         mine = place[group.rank()]
-        if self._uses_collective(memory.device):
-            yield [all_gather_single(memory, mine, group=group, async_op=True)]
+        if self._uses_collective(rows.device):
+            yield [all_gather_single(rows.view(-1), mine, group=group, async_op=True)]
             return
         receives = [(rank, place[rank]) for rank in route.receives]
         sends = [(rank, mine) for rank in route.sends]
         yield start_messages(group, receives=receives, sends=sends, tag=self._from_the_owner)
-        if route.handed_on:
-            rows = memory.view(len(route.order), -1)
-            handed_on = rows[route.hands_on.start : route.hands_on.stop]
-            receives = [(rank, rows[span.start : span.stop]) for rank, span in route.handed_on]
-            sends = [(rank, handed_on) for rank, _ in route.handed_on]
-            yield start_messages(group, receives=receives, sends=sends, tag=self._handed_on)
+        receives = [(rank, rows[span.start : span.stop]) for rank, span in route.handed_on]
+        sends = [(rank, rows[route.hands_on.start : route.hands_on.stop]) for rank in route.inside]
+        yield start_messages(group, receives=receives, sends=sends, tag=self._handed_on)
 
     def _uses_collective(self, device: torch.device) -> bool:
         """Return whether a collective gathers messages, as FSDP's own: it knows best how GPUs are joined."""

@@ -47,35 +47,35 @@ class ShardedModule(NamedTuple):
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """The shapes of its unsharded parameters, by their names in their modules."""
         return [
-            (private(kept, "_module_info", _PURPOSE).param_name, tuple(kept.sharded_param.shape))
-            for kept in self.group.fsdp_params
+            (private(parameter, "_module_info", _PURPOSE).param_name, tuple(parameter.sharded_param.shape))
+            for parameter in self.group.fsdp_params
         ]
 
     @property
     def mesh_groups(self) -> list[dist.ProcessGroup]:
         """This rank's groups in the meshes of its parameters: of shards, replicas and tensor parallelism."""
-        meshes = dict.fromkeys(kept.sharded_param.device_mesh for kept in self.group.fsdp_params)
+        meshes = dict.fromkeys(parameter.sharded_param.device_mesh for parameter in self.group.fsdp_params)
         return [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
 
     @property
     def places(self) -> list[str]:
         """This rank's coordinates in the meshes of its parameters, including those of tensor parallelism."""
-        meshes = [kept.sharded_param.device_mesh for kept in self.group.fsdp_params]
+        meshes = [parameter.sharded_param.device_mesh for parameter in self.group.fsdp_params]
         return sorted({f"{tuple(mesh.get_coordinate() or ())} of {tuple(mesh.shape)}" for mesh in meshes})
 
     @property
     def parameter_ids(self) -> set[int]:
         """The ``id`` of everything that stands for one of its parameters, sharded or gathered."""
         forms = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
-        return {id(getattr(kept, form, None)) for kept in self.group.fsdp_params for form in forms}
+        return {id(getattr(parameter, form, None)) for parameter in self.group.fsdp_params for form in forms}
 
     @property
     def trained(self) -> list[tuple[int, int]]:
         """The numbers of the parameters that need gradients, and how many values a shard has of each."""
         return [
-            (number, kept.padded_sharded_param_size.numel())
-            for number, kept in enumerate(self.group.fsdp_params)
-            if kept.sharded_param.requires_grad
+            (number, parameter.padded_sharded_param_size.numel())
+            for number, parameter in enumerate(self.group.fsdp_params)
+            if parameter.sharded_param.requires_grad
         ]
 
     @property
@@ -87,8 +87,8 @@ class ShardedModule(NamedTuple):
     @property
     def gathered_dtypes(self) -> list[torch.dtype]:
         """The dtype in which each of its parameters is gathered."""
-        policies = [private(kept, "mp_policy", _PURPOSE) for kept in self.group.fsdp_params]
-        exact = [kept.sharded_param.dtype for kept in self.group.fsdp_params]
+        policies = [private(parameter, "mp_policy", _PURPOSE) for parameter in self.group.fsdp_params]
+        exact = [parameter.sharded_param.dtype for parameter in self.group.fsdp_params]
         return [
             policy.param_dtype or dtype if dtype.is_floating_point else dtype
             for policy, dtype in zip(policies, exact, strict=True)
