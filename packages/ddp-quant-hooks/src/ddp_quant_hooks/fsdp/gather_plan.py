@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -248,12 +249,13 @@ def message_tags(agreement: str, module: str, *steps: str) -> tuple[int, ...]:
 def pause_before(works: Sequence[Arrival]) -> Iterator[None]:
     """Pause, and then wait for messages: also if the gather is dropped meanwhile.
 
-    Where a message comes in whose receiver is gone, Gloo reads nothing more from its sender.
+    Where a message comes in whose receiver is gone, Gloo reads nothing more from its sender. At the end of
+    the program nobody needs that, and peers may be stuck.
     """
     try:
         yield
     finally:
-        for work in works:
+        for work in () if sys.is_finalizing() else works:
             work.wait()
 
 
