@@ -1,6 +1,7 @@
 """The functions with PyTorch's names: the bits of the ordinary loop."""
 
 import copy
+import functools
 import gc
 import io
 import subprocess
@@ -177,14 +178,6 @@ def check_a_copy_averages_as_plain_ddp_does(step_inside):
     assert_same(changed(ddp, before), [])
 
 
-def check_a_second_pass():
-    ddp = make_ddp()
-    _hook(ddp, FunctionalSGD(0.1))
-    backward(ddp, batches(1)[0])
-    with pytest.raises(DoubleBackwardError):
-        backward(ddp, batches(1)[0])
-
-
 @cases(
     {
         "hook": (lambda ddp: _hook(ddp, FunctionalSGD(0.1), list(ddp.module.conv.parameters())), [0, 1]),
@@ -216,13 +209,15 @@ def check_what_is_returned():
 
 
 def check_unused_is_moved_by_hook_then_optimizer():
-    """As in PyTorch, a parameter that no rank has used is stepped with a zero gradient."""
+    """As in PyTorch, a parameter that no rank has used is stepped with a zero gradient; each pass steps."""
     ddp = make_ddp(find_unused_parameters=True)
     ddp.module.skipped = (1,)
     _hook(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, weight_decay=0.5))
     before = ddp.module.layers[1].weight.detach().clone()
     backward(ddp, batches(1)[0])
     assert_same(ddp.module.layers[1].weight.detach(), before.add(before * 0.5, alpha=-0.1))
+    with pytest.raises(DoubleBackwardError):
+        backward(ddp, batches(1)[0])
 
 
 @cases(
@@ -250,27 +245,28 @@ def check_a_hook_inside_another():
         backward(ddp, batches(1)[0])
 
 
-@as_ordinary
-def check_in_backward_replicated(*, overlapped):
-    """A module that was given to replicate() is not itself the model that averages."""
-    model = replicate(Net(), bucket_cap_mb=0.001)
-    optimizer = sgd(model)
-    if overlapped:
-        apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    _pass_over(model, batches(3), None if overlapped else optimizer)
-    return snapshot(model)
+def _compiled(net):
+    """Compiled before it is called; the compiler wants the first bucket to be the smallest."""
+    return torch.compile(make_ddp(net, bucket_cap_mb=1), backend="eager")
 
 
+@cases(
+    {
+        "replicated": (lambda net: replicate(net, bucket_cap_mb=0.001), Net),
+        "compiled": (_compiled, Net),
+        "a tied weight": (make_ddp, functools.partial(Net, tied=True)),
+    }
+)
 @as_ordinary
-def check_in_backward_compiled(*, overlapped):
-    """The model averages before it steps, also if it was compiled before it was called."""
-    ddp = make_ddp(bucket_cap_mb=1)  # the compiler wants the first bucket to be the smallest
-    optimizer = sgd(ddp)
+def check_in_backward_wrapped(wrap, make_net, *, overlapped):
+    """It averages before it steps; a weight that is given twice is stepped once by one call."""
+    net = make_net()
+    model, optimizer = wrap(net), torch.optim.SGD(net.parameters(), lr=0.1)
     if overlapped:
-        _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
-    model = torch.compile(ddp, backend="eager")
+        parameters = [*net.parameters(), net.layers[0].weight, net.layers[3].weight]
+        apply_optimizer_in_backward(torch.optim.SGD, parameters, {"lr": 0.1})
     _pass_over(model, batches(3), None if overlapped else optimizer)
-    return snapshot(ddp)
+    return snapshot(net)
 
 
 @cases({"no_sync": (True,), "each pass": (False,)})
@@ -347,10 +343,11 @@ def check_in_backward_of_what_ddp_does_not_average():
     with pytest.raises(ConfigError, match="delay_all_reduce_named_params"):
         ddp(torch.ones(1, 4))
     ddp = make_ddp()
-    ddp.skip_all_reduce_unused_params = True  # an option that is not in every torch
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
-    with pytest.raises(ConfigError, match="skip_all_reduce"):
-        ddp(batches(1)[0])
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="built-in"):
+            ddp(batches(1)[0])
 
 
 def _saved(ddp):
@@ -377,19 +374,6 @@ def check_in_backward_copied(copied_by):
 
 def _overlap(ddp):
     return overlap_optimizer(ddp, sgd(ddp))
-
-
-@as_ordinary
-def check_in_backward_given_twice(*, overlapped):
-    """A tied weight is stepped once by one call."""
-    ddp = make_ddp(Net(tied=True))
-    optimizer = sgd(ddp)
-    if overlapped:
-        layers = ddp.module.layers
-        parameters = [*ddp.module.parameters(), layers[0].weight, layers[3].weight]
-        apply_optimizer_in_backward(torch.optim.SGD, parameters, {"lr": 0.1})
-    _pass_over(ddp, batches(2), None if overlapped else optimizer)
-    return snapshot(ddp)
 
 
 def check_refused():

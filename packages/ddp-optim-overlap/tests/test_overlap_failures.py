@@ -46,7 +46,6 @@ from ddp_optim_overlap import (
     hook_then_optimizer,
     overlap_optimizer,
 )
-from ddp_optim_overlap.passes import peers
 from dist_utils.testing import call_in_backward, patience, run_ranks
 from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL, default_store
 
@@ -207,30 +206,50 @@ def _fails(job):
     job.fails = "raises"
 
 
+def _late_change(job):
+    group = job.optimizer.param_groups[0]
+    backward(job.ddp, batches(1)[0])
+    group["lr"], job.undo = 0.2, partial(group.update, lr=0.1)
+    with pytest.raises(ConfigError, match="lr of parameter group 0"):
+        job.optimizer.step()
+
+
+BROKEN = ((_victim, "not today"), (_pre_hook, "pre-hook"), (_fails, "not today"), (_late_change, "lr of"))
+
+
 @cases(
     {
         f"{how.__name__.strip('_')}, {'overlapped again' if again else 'ordinary'}": (how, words, again)
-        for how, words in ((_victim, "not today"), (_pre_hook, "pre-hook"), (_fails, "not today"))
+        for how, words in BROKEN
         for again in (False, True)
     }
 )
 def check_an_error_stays_until_remove(how, words, again):
-    """backward(), step() and wait() raise it; afterwards the ordinary loop and a new overlap are right."""
+    """backward(), step() and wait() raise it; afterwards the ordinary loop and a new overlap are right.
+
+    No step uses the gradients of a failed pass again, of which some buckets may be stepped, or all.
+    """
     job = Job()
     ddp, optimizer, job.undo = job.ddp, job.optimizer, lambda: None
     how(job)
     for _ in range(3):
         with pytest.raises(RuntimeError, match=words):
             backward(ddp, batches(1)[0])
-        after = job.moved()
-        for call in (optimizer.step, job.handle.wait):
+        after = snapshot(ddp)
+        for call in (optimizer.step, job.handle.wait, partial(Failing.step, optimizer)):
             with pytest.raises(OverlapError, match=words):
                 call()
-        assert_same(job.moved(), after)
         optimizer.zero_grad()
-    job.handle.remove()
     job.undo()
     optimizer.victim = job.fails = None
+    job.handle.remove()
+    optimizer.step()
+    assert_same(changed(ddp, after), [])
+    with ddp.no_sync():
+        backward(ddp, batches(1)[0])
+    job.handle.remove()  # once more, which takes no later gradients away
+    assert_same([one is None for one in gradients(ddp)], [False] * len(after))
+    optimizer.zero_grad()
     ordinary = make_ddp()
     ordinary.module.load_state_dict(ddp.module.state_dict())
     theirs = momentum(ordinary)
@@ -241,63 +260,6 @@ def check_an_error_stays_until_remove(how, words, again):
         assert_same(train_on(ddp, optimizer, [x]), train_on(ordinary, theirs, [x]))
     if again:
         assert_same(assert_stepped(handle).number, 4)
-
-
-def _late_change(job):
-    group = job.optimizer.param_groups[0]
-    backward(job.ddp, batches(1)[0])
-    group["lr"], job.undo = 0.2, partial(group.update, lr=0.1)
-
-
-@cases({how.__name__.strip("_"): (how,) for how in (_late_change, _victim, _fails)})
-def check_no_step_uses_the_gradients_of_a_failed_pass_again(how):
-    """Neither that of the class before remove(), nor step() after it: some buckets are stepped, or all."""
-    job = Job()
-    ddp, optimizer, job.undo = job.ddp, job.optimizer, lambda: None
-    how(job)
-    with pytest.raises((RuntimeError, ConfigError)):
-        backward(ddp, batches(1)[0]) if how is not _late_change else optimizer.step()
-    after = snapshot(ddp)
-    optimizer.victim = None
-    job.undo()
-    with pytest.raises(OverlapError):
-        Failing.step(optimizer)
-    job.handle.remove()
-    optimizer.step()
-    assert_same(changed(ddp, after), [])
-    job.fails = None
-    with ddp.no_sync():
-        backward(ddp, batches(1)[0])
-    job.handle.remove()  # once more, which takes no later gradients away
-    assert_same([one is None for one in gradients(ddp)], [False] * len(after))
-
-
-def check_a_failed_model_that_is_gone_takes_no_later_gradients():
-    ddp, optimizer, handle = start(sgd, options={"comm_hook": _raises})
-    with pytest.raises(RuntimeError, match="not today"):
-        backward(ddp, batches(1)[0])
-    net, gone = ddp.module, weakref.ref(ddp)
-    for parameter in net.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    del ddp, optimizer, handle
-    _await_end_of(gone)
-    assert_same([one.grad for one in net.parameters()], [torch.ones_like(one) for one in net.parameters()])
-
-
-@cases({"meeting": ({},), "unused": ({"find_unused_parameters": True},)})
-def check_a_collective_of_the_ranks_that_fails_at_once(options):
-    ddp, optimizer, handle = start(sgd, **options)
-    train_on(ddp, optimizer, batches(2))
-    handle.wait()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peers, "start_all_reduce", _refuse)
-        with pytest.raises(CommunicationError, match="not today"):
-            backward(ddp, batches(1)[0])
-    with pytest.raises(CommunicationError, match="not today"):
-        optimizer.step()
-    handle.remove()
-    if not options:  # else DDP's own forward pass raises after such an error
-        train_on(ddp, optimizer, batches(1))
 
 
 @cases({"dynamic": ({},), "static": ({"static_graph": True},)})
@@ -324,16 +286,12 @@ def momentum_failing(ddp):
     return momentum(ddp, Failing)
 
 
-def _raises(state, bucket):
-    raise ValueError("not today")
-
-
 def _refuse(*_):
     raise ValueError("not today")
 
 
 def _fail_and_go(where, options):
-    overlap = {"comm_hook": _raises if where == "hook" else allreduce_hook, "steps_per_parameter": True}
+    overlap = {"comm_hook": _refuse if where == "hook" else allreduce_hook, "steps_per_parameter": True}
     ddp, optimizer, _ = start(momentum_failing, net=CallingNet(), options=overlap, **options)
     if where == "step":
         optimizer.victim = ddp.module.conv.weight
@@ -347,21 +305,24 @@ def _fail_and_go(where, options):
         backward(ddp, batches(1)[0])
     with pytest.raises(OverlapError):
         optimizer.step()
-    return weakref.ref(ddp)
+    for parameter in ddp.module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return ddp.module, weakref.ref(ddp)
 
 
 @cases({"step": ("step", {}), "hook": ("hook", {"find_unused_parameters": True}), "model": ("model", {})})
 def check_models_are_freed_after_an_error(where, options):
-    """A kept error must not hold the frames in which it was raised, and with them the model."""
-    _await_end_of(_fail_and_go(where, options))
+    """A kept error must not hold the frames in which it was raised, and with them the model.
 
-
-def _await_end_of(gone):
+    Nor does a failed model that is gone take later gradients of its module away.
+    """
+    net, gone = _fail_and_go(where, options)
     deadline = time.monotonic() + patience(10.0)  # the worker's thread may still notify the peers
     while gone() is not None:
         assert time.monotonic() < deadline, gone()
         gc.collect()
         time.sleep(0.01)
+    assert_same([one.grad for one in net.parameters()], [torch.ones_like(one) for one in net.parameters()])
 
 
 check = on_ranks(__name__, timeout=120, group_timeout=GROUP_TIMEOUT)
@@ -565,6 +526,21 @@ def _await_end_of_workers():
         time.sleep(0.01)
 
 
+def _destroy_groups(ddp, optimizer, handle):
+    """A pass afterwards is an error of the communication."""
+    before = snapshot(ddp)
+    dist.destroy_process_group()
+    if GROUPS_END_WITHOUT_GIL:
+        _await_end_of_workers()
+        ddp.zero_grad()
+        with pytest.raises(RuntimeError, match="was destroyed"):
+            backward(ddp, batches(1, 0)[0])
+        for call in (optimizer.step, handle.wait):
+            with pytest.raises(CommunicationError, match=r"was destroyed.*no parameter was stepped"):
+                call()
+    assert_same(changed(ddp, before), [])
+
+
 def _threads(_):
     """However the overlap ends, its thread ends, too."""
     found = []
@@ -581,7 +557,7 @@ def _threads(_):
             with pytest.raises(DoubleBackwardError):
                 backward(ddp, batches(1)[0])
         elif how == "destroyed":
-            dist.destroy_process_group()
+            _destroy_groups(ddp, optimizer, handle)
         del ddp, handle
         gc.collect()
         assert gone() is None
@@ -592,23 +568,3 @@ def _threads(_):
 
 def test_no_thread_is_left():
     assert run_ranks(_threads, 2, timeout=90) == [[1, 1, 1, 1]] * 2
-
-
-def _trains_without_groups(rank):
-    ddp, optimizer, handle = start(sgd)
-    train_on(ddp, optimizer, batches(2))
-    handle.wait()
-    before = snapshot(ddp)
-    dist.destroy_process_group()
-    _await_end_of_workers()
-    with pytest.raises(RuntimeError, match="was destroyed"):
-        backward(ddp, batches(1, rank)[0])
-    for call in (optimizer.step, handle.wait):
-        with pytest.raises(CommunicationError, match=r"was destroyed.*no parameter was stepped"):
-            call()
-    return changed(ddp, before)
-
-
-@needs_ends_of_groups
-def test_a_pass_after_the_groups_were_destroyed_is_an_error_of_the_communication():
-    assert run_ranks(_trains_without_groups, 2, timeout=60) == [[], []]

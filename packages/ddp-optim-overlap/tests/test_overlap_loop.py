@@ -48,14 +48,17 @@ from ddp_optim_overlap import (
 
 @as_ordinary
 def check_calls_of_step(*, overlapped):
-    """A second call after the overlapped step is an ordinary step, as is one without a backward pass."""
+    """A second call after the overlapped step is an ordinary step, as is one without a backward pass.
+
+    Post-hooks run once a call, those of all optimizers, too.
+    """
     ddp = make_ddp()
-    optimizer = adamw(ddp)
-    calls = []
+    optimizer, calls = adamw(ddp), []
     optimizer.register_step_post_hook(lambda one, *_: calls.append(len(one.param_groups[0]["params"])))
     if overlapped:
         overlap_optimizer(ddp, optimizer)
     optimizer.register_step_post_hook(lambda *_: calls.append("late"))
+    of_all = register_optimizer_step_post_hook(_shrink)
     for x in batches(2):
         backward(ddp, x)
         optimizer.step(None)  # as Accelerate calls it
@@ -64,25 +67,41 @@ def check_calls_of_step(*, overlapped):
     with ddp.no_sync():
         backward(ddp, batches(1)[0])
     optimizer.step()
+    of_all.remove()
     return ends(ddp, optimizer), calls
 
 
+@torch.no_grad()
+def _shrink(optimizer, *_):
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.mul_(0.9)
+
+
+def _step(*optimizers):
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@cases({"in turns, in the usual order": (True,), "in one pass": (False,)})
 @as_ordinary
-def check_two_models_of_a_gan(*, overlapped):
-    """In the usual order: what the generator's loss adds to used gradients is zeroed before they are used."""
+def check_two_models_of_a_gan(in_turns, *, overlapped):
+    """What the generator's loss adds to the critic's used gradients is zeroed before they are used."""
     torch.manual_seed(0)
     generator, generator_optimizer, _ = start(adamw, overlapped=overlapped, net=torch.nn.Linear(4, 8))
     critic, critic_optimizer, handle = start(adamw, overlapped=overlapped, net=torch.nn.Linear(8, 1))
     for step in range(3):
-        noise = torch.full((2, 4), 1.0 + step + dist.get_rank())
+        made = generator(torch.full((2, 4), 1.0 + step + dist.get_rank()))
+        if not in_turns:
+            critic(made).square().sum().backward()
+            _step(generator_optimizer, critic_optimizer)
+            continue
         critic.zero_grad()
-        made = generator(noise)
         critic(torch.cat([made.detach(), torch.ones(2, 8)])).square().sum().backward()
         critic_optimizer.step()
-        generator.zero_grad()
         with paused(handle):
             critic(made).square().sum().backward()
-        generator_optimizer.step()
+        _step(generator_optimizer)
     return ends(generator, generator_optimizer), ends(critic, critic_optimizer)
 
 
@@ -118,20 +137,6 @@ def check_adversarial_inputs(how, *, overlapped):
         backward(ddp, x.detach() + 0.1 * x.grad.sign())
         optimizer.step()
     return ends(ddp, optimizer)
-
-
-@as_ordinary
-def check_two_models_in_one_pass(*, overlapped):
-    """Both step at its end, each with its own gradients."""
-    torch.manual_seed(0)
-    first, first_optimizer, _ = start(adamw, overlapped=overlapped, net=torch.nn.Linear(4, 8))
-    second, second_optimizer, _ = start(adamw, overlapped=overlapped, net=torch.nn.Linear(8, 1))
-    for step in range(3):
-        second(first(torch.full((2, 4), 1.0 + step + dist.get_rank()))).square().sum().backward()
-        for optimizer in (first_optimizer, second_optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
-    return ends(first, first_optimizer), ends(second, second_optimizer)
 
 
 @as_ordinary
@@ -174,36 +179,19 @@ def check_ordinary_steps(how, *, overlapped):
 
 @as_ordinary
 def check_removed_before_step(*, overlapped):
-    ddp = make_ddp()
-    optimizer = adamw(ddp)
-    first, second, third = batches(3)
-    with overlap_optimizer(ddp, optimizer) if overlapped else contextlib.nullcontext():
-        backward(ddp, first)
-    optimizer.step()
-    optimizer.zero_grad()
-    with overlap_optimizer(ddp, optimizer) if overlapped else contextlib.nullcontext():
-        backward(ddp, second)
-        if not overlapped:
-            optimizer.step()
-    optimizer.zero_grad()
-    return train_on(ddp, optimizer, [third])  # the step that was pending is over
-
-
-@as_ordinary
-def check_one_of_two_steps_after_remove(*, overlapped):
-    """The other one is left out, which is no matter after remove()."""
+    """The call of one of two optimizers is left out, which is no matter after remove()."""
     ddp = make_ddp()
     one, other = adamw(ddp.module.conv), adamw(ddp.module.layers)
-    first, second = batches(2)
-    with overlap_optimizer(ddp, [one, other]) if overlapped else contextlib.nullcontext():
-        backward(ddp, first)
-    one.step()
-    if not overlapped:
-        other.step()
-    ddp.zero_grad()
-    backward(ddp, second)
-    one.step()
-    other.step()
+    first, second, third = batches(3)
+    for x in (first, second):
+        with overlap_optimizer(ddp, [one, other]) if overlapped else contextlib.nullcontext():
+            backward(ddp, x)
+        one.step()
+        if x is first or not overlapped:
+            other.step()
+        ddp.zero_grad()
+    backward(ddp, third)
+    _step(one, other)
     return ends(ddp, one, other)
 
 
@@ -275,23 +263,6 @@ def check_a_model_that_is_gone_before_step(overlap, calls, *, overlapped):
 
 
 @as_ordinary
-def check_hooks_of_all_optimizers(*, overlapped):
-    """A post-hook of all optimizers runs once a pass, in the loop's step()."""
-
-    @torch.no_grad()
-    def shrink(optimizer, *_):
-        for parameter in optimizer.param_groups[0]["params"]:
-            parameter.mul_(0.9)
-
-    ddp, optimizer, _ = start(overlapped=overlapped)
-    hook = register_optimizer_step_post_hook(shrink)
-    try:
-        return train_on(ddp, optimizer, batches(3))
-    finally:
-        hook.remove()
-
-
-@as_ordinary
 def check_a_compiled_end_of_the_loop(*, overlapped):
     """An overlapped step is never compiled, and has the bits of an uncompiled step."""
     ddp, optimizer, _ = start(overlapped=overlapped)
@@ -350,10 +321,10 @@ def check_closure(make, name, options, *, overlapped):
 
 
 @as_ordinary
-def check_closure_after_accumulation(*, overlapped):
-    """Other passes accumulate before the closure's."""
+def check_closures_after_other_passes(*, overlapped):
+    """Other passes accumulate before the closure's; a step with an empty closure, as trainers call it."""
     ddp, optimizer, _ = start(overlapped=overlapped)
-    calls, data = [], iter(batches(6))
+    calls, data = [], iter(batches(9))
 
     def closure():
         calls.append(1)
@@ -365,19 +336,11 @@ def check_closure_after_accumulation(*, overlapped):
                 backward(ddp, next(data))
         optimizer.step(closure)
         optimizer.zero_grad()
-    return ends(ddp, optimizer), len(calls)
-
-
-@as_ordinary
-def check_closure_that_does_nothing(*, overlapped):
-    """Manual backward(), and a step with an empty closure, as trainers call it."""
-    ddp, optimizer, _ = start(overlapped=overlapped)
-    given = []
-    for x in batches(3):
+    for x in data:
         optimizer.zero_grad()
         backward(ddp, x)
-        given += [optimizer.step(lambda: None), optimizer.step(lambda: 2.0)]  # the second one steps
-    return ends(ddp, optimizer), given
+        calls += [optimizer.step(lambda: None), optimizer.step(lambda: 2.0)]  # the second one steps
+    return ends(ddp, optimizer), calls
 
 
 @cases({how: (how,) for how in ("pause", "no_sync")})
@@ -456,20 +419,22 @@ def check_frozen_layers(*, overlapped):
     return ends(ddp, optimizer)
 
 
+@cases({"accumulated": (True,), "dropped": (False,)})
 @as_ordinary
-def check_begun_while_gradients_accumulate(*, overlapped):
-    """The layer that is unused in the averaging pass got its gradient before the overlap began."""
-    ddp = make_ddp(find_unused_parameters=True)
-    optimizer = adamw(ddp)
+def check_begun_with_gradients(accumulates, *, overlapped):
+    """A layer that is not used any more: gradients from before count as use, unless they are dropped."""
+    ddp, optimizer, _ = start(overlapped=False, find_unused_parameters=True)
     first, second = batches(2)
-    with ddp.no_sync():
+    with ddp.no_sync() if accumulates else contextlib.nullcontext():
         backward(ddp, first)
+    if not accumulates:
+        optimizer.step()
     if overlapped:
         overlap_optimizer(ddp, optimizer)
+    if not accumulates:
+        optimizer.zero_grad()
     ddp.module.skipped = (1,)
-    backward(ddp, second)
-    optimizer.step()
-    return ends(ddp, optimizer)
+    return train_on(ddp, optimizer, [second])
 
 
 @cases(
@@ -496,20 +461,6 @@ def check_accumulation_in_pause(first_skips, second_skips, options, set_to_none,
     return ends(ddp, optimizer)
 
 
-@as_ordinary
-def check_begun_before_gradients_are_dropped(*, overlapped):
-    """A layer that is not used any more: the gradients that were there do not count as use."""
-    ddp, optimizer, _ = start(overlapped=False, find_unused_parameters=True)
-    first, second = batches(2)
-    backward(ddp, first)
-    optimizer.step()
-    if overlapped:
-        overlap_optimizer(ddp, optimizer)
-    optimizer.zero_grad()
-    ddp.module.skipped = (1,)
-    return train_on(ddp, optimizer, [second])
-
-
 @cases({"skipped": ("skipped",), "frozen": ("frozen",)})
 @as_ordinary
 def check_clipping_a_bucket_without_gradients(how, *, overlapped):
@@ -530,26 +481,23 @@ def check_clipping_a_bucket_without_gradients(how, *, overlapped):
     return ends(ddp, optimizer)
 
 
+def _fused(ddp):
+    return torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+
+@cases({"momentum of some": (_fused, False), "static later": (adamw, True)})
 @as_ordinary
-def check_fused_momentum_of_some(*, overlapped):
-    """Fused SGD takes no list in which only some parameters have momentum: one is never used."""
-    ddp = make_ddp(find_unused_parameters=True)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9, fused=True)
-    ddp.module.skipped = (1,)
+def check_layers_that_are_never_used(make, static, *, overlapped):
+    """Fused SGD takes no list in which only some have momentum; a graph may be made static after the call."""
+    ddp, optimizer, _ = start(make, overlapped=False, find_unused_parameters=not static)
+    ddp.module.skipped = (1, 2)
     for step, x in enumerate(batches(4)):
-        if overlapped and step == 2:
+        if overlapped and step == (0 if static else 2):
             overlap_optimizer(ddp, optimizer)
+        if static and step == 0:
+            ddp._set_static_graph()
         train_on(ddp, optimizer, [x])
     return ends(ddp, optimizer)
-
-
-@as_ordinary
-def check_static_later(*, overlapped):
-    """A graph that is made static after the call: weight decay would move unused parameters."""
-    ddp, optimizer, _ = start(overlapped=overlapped)
-    ddp.module.skipped = (1, 2)
-    ddp._set_static_graph()
-    return train_on(ddp, optimizer, batches(3))
 
 
 @cases({"skip": ("skip", [0, 1, 2, 3, 6, 7, 8, 9]), "step": ("step", EVERY)})
@@ -570,32 +518,24 @@ def _is_ours(found):
     return isinstance(found, types.FunctionType) and str(found.__module__).startswith("ddp_optim_overlap")
 
 
-def check_nothing_is_left_in_the_model():
-    """Overlaps that end before step(), each with an optimizer of its own, leave no hooks behind."""
-    ddp = make_ddp()
-    counts = []
+def check_nothing_is_left():
+    """Overlaps that end, before step() or after, leave nothing in the model and the optimizer."""
+    ddp, counts = make_ddp(), []
     for x in batches(4):
         optimizer = adamw(ddp)
         with overlap_optimizer(ddp, optimizer):
+            train_on(ddp, optimizer, batches(1))
+        assert "step" not in vars(optimizer)
+        with overlap_optimizer(ddp, optimizer):
             backward(ddp, x)
+        if len(counts) < 2:
+            optimizer.step()  # the one that was still to come
+            assert "step" not in vars(optimizer)
         del optimizer
         ddp.zero_grad()
         gc.collect()
         counts.append(sum(map(_is_ours, gc.get_objects())))
     assert counts[-1] < counts[0] + len(EVERY), counts  # a thread that ends may still hold one
-
-
-def check_nothing_is_left_in_the_optimizer():
-    ddp = make_ddp()
-    optimizer = adamw(ddp)
-    for _ in range(2):
-        with overlap_optimizer(ddp, optimizer):
-            train_on(ddp, optimizer, batches(1))
-        assert "step" not in vars(optimizer)
-    with overlap_optimizer(ddp, optimizer):
-        backward(ddp, batches(1)[0])
-    optimizer.step()  # the one that was still to come
-    assert "step" not in vars(optimizer)
 
 
 @cases({"removed": ("removed",), "gone": ("gone",)})

@@ -37,7 +37,6 @@ from ddp_optim_overlap import (
     StepError,
     UnsupportedGradientError,
     UnsupportedOptimizerError,
-    apply_optimizer_in_backward,
     overlap_optimizer,
 )
 from dist_utils.testing import call_in_backward
@@ -220,15 +219,6 @@ def check_one_optimizer_in_two_overlaps(*, overlapped):
     return train_on(ddp, optimizer, batches(2))
 
 
-def check_built_in_hook_in_backward():
-    """A refused model of apply_optimizer_in_backward stays refused."""
-    ddp = _built_in()
-    apply_optimizer_in_backward(torch.optim.SGD, ddp.module.parameters(), {"lr": 0.1})
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="built-in"):
-            ddp(batches(1)[0])
-
-
 def check_inside_backward():
     ddp = make_ddp(torch.nn.Linear(4, 4))
     x = call_in_backward(torch.ones(2, 4, requires_grad=True), lambda: overlap_optimizer(ddp, adamw(ddp)))
@@ -301,6 +291,15 @@ TOO_LATE = {
     "all gradients": (lambda _, optimizer: optimizer.zero_grad(), "set to None"),
     "unscaled": (_unscale, "unscaled"),
     "loaded": (_load, "state was loaded"),
+    "a list": (lambda _, optimizer: optimizer.param_groups[0]["betas"].insert(0, 0.5), "betas of parameter"),
+    "a list in a dictionary": (
+        lambda _, optimizer: optimizer.param_groups[0]["own"]["marks"].append(1),
+        "own of parameter group 0",
+    ),
+    "a tensor in a tuple": (
+        lambda _, optimizer: optimizer.param_groups[0]["own"]["pair"][0].add_(1),
+        "own of parameter group 0",
+    ),
 }
 OF_RELEASED = {
     "a gradient": (_put_one, "gradients were changed"),
@@ -319,6 +318,8 @@ def check_too_late(change, words, released):
     for view in (False, True):
         options = {"release_gradients": released}
         ddp, optimizer, _ = start(gradient_as_bucket_view=view, options=options)
+        own = {"marks": [], "pair": (torch.ones(2), 1)}
+        optimizer.param_groups[0].update(betas=[0.9, 0.99], own=own)
         train_on(ddp, optimizer, batches(1))
         backward(ddp, batches(1)[0])
         change(ddp, optimizer)
@@ -327,24 +328,6 @@ def check_too_late(change, words, released):
             with pytest.raises(ConfigError, match=words):
                 optimizer.step()
         assert_same(snapshot(ddp), now)
-
-
-@cases(
-    {
-        "a list": (lambda group: group["betas"].insert(0, 0.5),),
-        "a list in a dictionary": (lambda group: group["own"]["marks"].append(1),),
-        "a tensor in a tuple": (lambda group: group["own"]["pair"][0].add_(1),),
-    }
-)
-def check_an_option_changed_in_place(change):
-    ddp, optimizer, _ = start()
-    group = optimizer.param_groups[0]
-    group.update(betas=[0.9, 0.99], own={"marks": [], "pair": (torch.ones(2), 1)})
-    train_on(ddp, optimizer, batches(1))
-    backward(ddp, batches(1)[0])
-    change(group)
-    with pytest.raises(ConfigError, match="of parameter group 0 was changed"):
-        optimizer.step()
 
 
 @cases(
