@@ -212,6 +212,7 @@ def _late_change(job):
     group["lr"], job.undo = 0.2, partial(group.update, lr=0.1)
     with pytest.raises(ConfigError, match="lr of parameter group 0"):
         job.optimizer.step()
+    job.optimizer.zero_grad()
 
 
 BROKEN = ((_victim, "not today"), (_pre_hook, "pre-hook"), (_fails, "not today"), (_late_change, "lr of"))

@@ -9,11 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.model import averaged_parameters, require_group
-from ddp_optim_overlap.optimizers.admission import (
-    require_plain_step,
-    require_separate_memory,
-    require_step_per_parameter,
-)
+from ddp_optim_overlap.optimizers.admission import require_supported
 from ddp_optim_overlap.optimizers.step_calls import LoopStepper
 from ddp_optim_overlap.optimizers.stepper import Stepper
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
@@ -63,9 +59,7 @@ class OptimizerHookState:
         self.functional_optimizer = functional_optim
         self.params_to_optimize = None if params is None else set(params)
         if isinstance(functional_optim, torch.optim.Optimizer):
-            require_plain_step(functional_optim)
-            require_separate_memory([functional_optim])
-            require_step_per_parameter(functional_optim, declared=steps_per_parameter, sparse={})
+            require_supported([functional_optim], declared=steps_per_parameter, sparse={})
             self._stepper = LoopStepper([functional_optim], only=self.params_to_optimize)
             self._stepper.replace_steps()
         elif not callable(getattr(functional_optim, "step_param", None)):

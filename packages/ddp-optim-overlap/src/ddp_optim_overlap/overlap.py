@@ -21,11 +21,7 @@ from ddp_optim_overlap.model import (
     require_one_first_bucket,
     sparse_parameters,
 )
-from ddp_optim_overlap.optimizers.admission import (
-    require_plain_step,
-    require_separate_memory,
-    require_step_per_parameter,
-)
+from ddp_optim_overlap.optimizers.admission import require_supported
 from ddp_optim_overlap.optimizers.step_calls import LoopStepper
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.passes.release import GradientRelease
@@ -210,13 +206,10 @@ def overlap_optimizer(
     require_ddp_options(ddp)  # before the hook is looked at: mixed precision has one of its own
     require_one_first_bucket(ddp)
     slot = _own_slot(ddp)
-    require_separate_memory(optimizers)
     if comm_hook is not None:
         require_group(ddp, comm_hook, comm_state)
     sparse = sparse_parameters(ddp)
-    for one in optimizers:
-        require_plain_step(one)
-        require_step_per_parameter(one, declared=steps_per_parameter, sparse=sparse)
+    require_supported(optimizers, declared=steps_per_parameter, sparse=sparse)
     if sparse and clip is not None:
         raise ConfigError(f"gradients of {', '.join(sparse.values())} are sparse: they cannot be clipped")
 

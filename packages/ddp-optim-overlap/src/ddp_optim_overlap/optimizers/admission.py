@@ -86,6 +86,28 @@ def declare_steps_per_parameter(optimizer_class: _OptimizerClass) -> _OptimizerC
     return optimizer_class
 
 
+def require_supported(
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    declared: bool,
+    sparse: Mapping[torch.Tensor, str],
+) -> None:
+    """Raise unless some of the parameters of these optimizers can be stepped at a time.
+
+    Args:
+        optimizers: Not changed.
+        declared: Whether the caller declares that they step per parameter.
+        sparse: Parameters with sparse gradients, and their names.
+
+    Raises:
+        OverlapError: They cannot.
+    """
+    require_separate_memory(optimizers)
+    for optimizer in optimizers:
+        require_plain_step(optimizer)
+        require_step_per_parameter(optimizer, declared=declared, sparse=sparse)
+
+
 def require_plain_step(optimizer: torch.optim.Optimizer) -> None:
     """Raise unless ``optimizer.step()`` can be called as it is, without a closure.
 

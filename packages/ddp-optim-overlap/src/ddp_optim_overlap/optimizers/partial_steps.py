@@ -146,10 +146,10 @@ def part_of(group: dict[str, Any], positions: Sequence[int]) -> dict[str, Any]:
 def stand_in(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return an object of the optimizer's class with its attributes, these groups and no step hooks."""
     other: torch.optim.Optimizer = object.__new__(type(optimizer))
-    other.__dict__ = without_step_hooks(optimizer.__dict__)
+    no_hooks = {_STEP_PRE_HOOKS: OrderedDict[int, Any](), _STEP_POST_HOOKS: OrderedDict[int, Any]()}
+    other.__dict__ = {**optimizer.__dict__, **no_hooks, "param_groups": groups}
     # A scheduler replaces ``step`` on the instance by a function that steps that instance.
     other.__dict__.pop("step", None)
-    other.param_groups = groups
     return other
 
 
@@ -183,7 +183,7 @@ def step_post_hooks(optimizer: torch.optim.Optimizer) -> Mapping[int, Callable[.
     return {**of_all, **private(optimizer, _STEP_POST_HOOKS, _PURPOSE)}
 
 
-def step_without_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Call an optimizer's ``step`` without any hooks, those of all optimizers included.
 
     torch wraps the ``step`` of a class in the code that calls them. No public name up to torch 2.15.
@@ -191,7 +191,7 @@ def step_without_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> Non
     step: Any = type(optimizer).step
     if getattr(step, "__code__", None) is _calls_hooks():
         step = step.__wrapped__
-    step(optimizer, *arguments)
+    step(optimizer)
 
 
 @functools.cache
@@ -201,11 +201,6 @@ def _calls_hooks() -> CodeType:
     def step(_: torch.optim.Optimizer) -> None: ...
 
     return torch.optim.Optimizer.profile_hook_step(step).__code__
-
-
-def without_step_hooks(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's attributes for another object that steps without the optimizer's step hooks."""
-    return {**attributes, _STEP_PRE_HOOKS: OrderedDict(), _STEP_POST_HOOKS: OrderedDict()}
 
 
 def note_writes(parameters: Sequence[torch.Tensor]) -> None:

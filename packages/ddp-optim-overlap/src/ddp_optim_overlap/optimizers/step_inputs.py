@@ -7,13 +7,14 @@ the values of a sample are compared, too, on their device: reading its memory ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ddp_optim_overlap.optimizers.equality import same_value
 from ddp_optim_overlap.optimizers.partial_steps import PARAMETER_NAMES, parameters_of
+from ddp_optim_overlap.passes.bucket import fills_its_memory
 from ddp_optim_overlap.passes.gradient_watch import GradientMark, gradient_marks, tensor_versions
 from dist_utils.torch_compat import tensor_version
 
@@ -120,10 +121,8 @@ class Comparison:
     def __init__(self, before: _Sample, now: _Sample) -> None:
         sizes_before, sizes_now = ({kind: len(one) for kind, one in each.items()} for each in (before, now))
         self._other_tensors = sizes_before != sizes_now
-        differ: Sequence[torch.Tensor] = ()
-        if not self._other_tensors:
-            pairs = [(one.view(torch.uint8), now[kind].view(torch.uint8)) for kind, one in before.items()]
-            differ = [one.ne(other).any() for one, other in pairs]
+        pairs = [] if self._other_tensors else [(one, now[kind]) for kind, one in before.items()]
+        differ = [one.view(torch.uint8).ne(other.view(torch.uint8)).any() for one, other in pairs]
         self._differ = [one.to("cpu", non_blocking=True) for one in differ]
         self._events = [_record_event(device) for device in {one.device for one in differ if not one.is_cpu}]
         self.is_known = not self._events
@@ -140,12 +139,7 @@ def _record_event(device: torch.device) -> Any:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's values are the first values in its memory, unmodified."""
-    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+    """Whether the tensor's values are the first values in its memory."""
+    if tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() == 0:  # freed, by offloading
         return False
-    if tensor.untyped_storage().nbytes() == 0:  # freed meanwhile, for example by offloading
-        return False
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return tensor.is_contiguous() or (
-        tensor.dim() in formats and tensor.is_contiguous(memory_format=formats[tensor.dim()])
-    )
+    return tensor.is_contiguous() or fills_its_memory(tensor)

@@ -225,7 +225,7 @@ def _views(bucket: GradBucket, parameters: Sequence[torch.Tensor]) -> list[torch
     """
     flat = _complex_views(bucket.buffer(), parameters) or bucket.gradients()
     return [
-        view.as_strided(view.size(), parameter.stride()) if _fills_its_memory(parameter) else view
+        view.as_strided(view.size(), parameter.stride()) if fills_its_memory(parameter) else view
         for view, parameter in zip(flat, parameters, strict=True)
     ]
 
@@ -242,5 +242,6 @@ def _complex_views(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> 
     return [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
 
 
-def _fills_its_memory(tensor: torch.Tensor) -> bool:
+def fills_its_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's values lie side by side, in whatever order."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
