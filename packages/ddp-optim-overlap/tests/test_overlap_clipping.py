@@ -33,30 +33,6 @@ from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
 pytestmark = pytest.mark.short
 
 
-@cases(
-    {
-        "plain": ({}, {}),
-        "view": ({"gradient_as_bucket_view": True}, {}),
-        "released": ({}, {"release_gradients": True}),
-    }
-)
-@as_ordinary
-def check_by_value(ddp_options, options, *, overlapped):
-    """Exactly what clip_grad_value_ does, also to accumulated gradients."""
-    ddp, optimizer, _ = start(
-        overlapped=overlapped, options={"clip": ByValue(0.01), **options}, **ddp_options
-    )
-    for first, second in itertools.pairwise(batches(4)):
-        with ddp.no_sync():
-            backward(ddp, first)
-        backward(ddp, second)
-        if not overlapped:
-            torch.nn.utils.clip_grad_value_(ddp.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
-    return snapshot(ddp)
-
-
 class Halves(ClipPolicy):
     """A user's own policy, which has no terms and another text on each rank."""
 
@@ -68,14 +44,41 @@ class Halves(ClipPolicy):
         return f"Halves of rank {dist.get_rank()}"
 
 
-@cases({"kept": ({},), "released": ({"release_gradients": True},)})
+def _by_value(ddp):
+    torch.nn.utils.clip_grad_value_(ddp.parameters(), 0.01)
+
+
+def _in_halves(ddp):
+    Halves().clip(list(ddp.parameters()))
+
+
+RELEASED = {"release_gradients": True}
+VIEW, UNUSED = {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}
+
+
+@cases(
+    {
+        "by value": (ByValue(0.01), _by_value, {}, {}),
+        "by value, view": (ByValue(0.01), _by_value, {}, VIEW),
+        "by value, released": (ByValue(0.01), _by_value, RELEASED, {}),
+        "by value, a bucket without gradients": (ByValue(0.01), _by_value, {}, UNUSED),
+        "own": (Halves(), _in_halves, {}, {}),
+        "own, released": (Halves(), _in_halves, RELEASED, {}),
+    }
+)
 @as_ordinary
-def check_own_policy(options, *, overlapped):
-    ddp, optimizer, _ = start(overlapped=overlapped, options={"clip": Halves(), **options})
-    for x in batches(3):
-        backward(ddp, x)
+def check_bits(policy, clip, options, ddp_options, *, overlapped):
+    """Also of accumulated gradients."""
+    ddp, optimizer, _ = start(overlapped=overlapped, options={"clip": policy, **options}, **ddp_options)
+    if ddp_options == UNUSED:
+        ddp.module.skipped = (1,)
+        ddp.module.layers[3].requires_grad_(False)
+    for first, second in itertools.pairwise(batches(4)):
+        with ddp.no_sync():
+            backward(ddp, first)
+        backward(ddp, second)
         if not overlapped:
-            Halves().clip(list(ddp.parameters()))
+            clip(ddp)
         optimizer.step()
         optimizer.zero_grad()
     return ends(ddp, optimizer)

@@ -35,7 +35,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_optim_overlap import (
-    ByValue,
     ConfigError,
     OptimizerHookState,
     StepError,
@@ -458,26 +457,6 @@ def check_accumulation_in_pause(first_skips, second_skips, options, set_to_none,
         backward(ddp, second)
         optimizer.step()
         optimizer.zero_grad(set_to_none=set_to_none)
-    return ends(ddp, optimizer)
-
-
-@cases({"skipped": ("skipped",), "frozen": ("frozen",)})
-@as_ordinary
-def check_clipping_a_bucket_without_gradients(how, *, overlapped):
-    ddp = make_ddp(find_unused_parameters=True)
-    optimizer = adamw(ddp)
-    if overlapped:
-        overlap_optimizer(ddp, optimizer, clip=ByValue(0.01))
-    if how == "frozen":
-        ddp.module.layers[3].requires_grad_(False)
-    else:
-        ddp.module.skipped = (1,)
-    for x in batches(3):
-        backward(ddp, x)
-        if not overlapped:
-            torch.nn.utils.clip_grad_value_(ddp.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
     return ends(ddp, optimizer)
 
 

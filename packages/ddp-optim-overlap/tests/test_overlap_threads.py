@@ -258,9 +258,7 @@ def check_a_nested_pass_between_buckets(released, frozen, *, overlapped):
 def check_reports_and_ranges():
     """Every step has a range by name, also for a profiler of one thread; reports are plain numbers."""
     ddp, optimizer, handle = start(options={"release_gradients": True})  # every bucket is stepped by itself
-    assert_same(handle.optimizers == (optimizer,), True)
     train_on(ddp, optimizer, batches(1))  # after this one DDP forms its final buckets
-    handle.wait()
     with profile() as profiler:
         backward(ddp, batches(1)[0])
         report = handle.wait(timeout=30)

@@ -282,9 +282,10 @@ class Engine:
         self._step_waiting(current)
         try:
             self._peers.meet(self.passes, paused=self.paused, failed=current.failure is not None)
-        except OverlapError as error:
+        except Exception as error:  # noqa: BLE001 - likewise
             self._fail(current, error)
-        if current.failure is not None and self._ddp_sends_last() and inside_backward():
+        ends_alone = self._peers.on_host and self._ddp_sends_last() and inside_backward()
+        if current.failure is not None and ends_alone:
             current.end()
             _raise(current.pop_failure())  # DDP would wait for ranks that may not come
 

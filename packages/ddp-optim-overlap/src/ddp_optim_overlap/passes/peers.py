@@ -42,13 +42,16 @@ class Peers:
 
     Args:
         worker: Has the private group, and ends it with an error.
+
+    Attributes:
+        on_host: Whether the collectives of the newest pass run on the host.
     """
 
     def __init__(self, worker: OrderedWorker) -> None:
         self._worker = worker
         self._private: weakref.ref[dist.ProcessGroup] | None = None
         self._streams: dict[torch.device, Any] = {}
-        self._device = torch.device("cpu")  # of the newest pass
+        self._device, self.on_host = torch.device("cpu"), True
         self._meeting: _Answer | None = None
         # A thread of Gloo that drops a tensor last needs the interpreter, for which torch 2.6 waits while it
         # destroys a group, and with it that thread.
@@ -61,7 +64,8 @@ class Peers:
             CommunicationError: A rank has not come, or the process group was destroyed.
         """
         group, self._device = self._worker.process_group, device
-        if group.size() > 1 and runs_on_host(group, device):
+        self.on_host = runs_on_host(group, device)
+        if group.size() > 1 and self.on_host:
             self._private_group()
 
     def share_used(self, buckets: Sequence[Bucket]) -> Callable[[], None]:
@@ -93,8 +97,7 @@ class Peers:
             paused: Whether it only averages, in ``handle.pause()``.
             failed: Whether this rank has failed in it.
         """
-        group = self._worker.process_group
-        if group.size() == 1 or is_capturing() or (failed and runs_on_host(group, self._device)):
+        if self._worker.process_group.size() == 1 or is_capturing() or (failed and self.on_host):
             return
         # Maxima over the ranks tell whether all are equal.
         self._meeting = self._start_maximum([number, -number, paused, -paused, failed], self._device)
