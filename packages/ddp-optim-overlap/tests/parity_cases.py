@@ -5,20 +5,10 @@ import copy
 import math
 import warnings
 
+import overlap_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import (
-    Net,
-    assert_same,
-    assert_stepped,
-    batches,
-    cases,
-    gradients,
-    make_ddp,
-    rank_device,
-    snapshot,
-)
 
 from ddp_optim_overlap import overlap_optimizer
 
@@ -115,7 +105,7 @@ def train(
     """
     job = _Job(make_optimizers, overlap, hook, schedule=schedule, tied=tied, **ddp_options)
     count = steps + join * dist.get_rank()
-    data = batches(count * accumulate)
+    data = runs.batches(count * accumulate)
     kept = []
     with job.ddp.join() if join else contextlib.nullcontext():
         for step in range(count):
@@ -132,20 +122,20 @@ def train(
                     optimizer.step()
             for scheduler in job.schedulers:
                 scheduler.step()
-            kept.append([None if one is None else one.clone() for one in gradients(job.ddp)])
+            kept.append([None if one is None else one.clone() for one in runs.gradients(job.ddp)])
             for optimizer in job.optimizers:
                 optimizer.zero_grad(set_to_none=set_to_none)
     if job.handle is not None:
-        assert_stepped(job.handle)  # otherwise optimizer.step() has done it all, and the overlap nothing
+        runs.assert_stepped(job.handle)  # otherwise optimizer.step() has done it all, and the overlap nothing
     states = [one.state_dict() for one in (*job.optimizers, *job.schedulers)]
-    return {"parameters": snapshot(job.ddp), "states": states, "gradients": kept}
+    return {"parameters": runs.snapshot(job.ddp), "states": states, "gradients": kept}
 
 
 class _Job:
     """A model, its optimizers, and their overlap, if any."""
 
     def __init__(self, make_optimizers, overlap, hook, *, schedule, tied, **ddp_options):
-        self.ddp = make_ddp(Net(tied=tied), **ddp_options)
+        self.ddp = runs.make_ddp(runs.Net(tied=tied), **ddp_options)
         self.optimizers = make_optimizers(self.ddp)
         self.schedulers = []
         if schedule:
@@ -178,37 +168,37 @@ def require_same(make_optimizers, *, options=None, **arguments):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*lr_scheduler.step")  # of a missing optimizer.step()
         ordinary = train(make_optimizers, **arguments)
-        assert_same(train(make_optimizers, options, **arguments), ordinary, "overlapped")
+        runs.assert_same(train(make_optimizers, options, **arguments), ordinary, "overlapped")
         if can_release(arguments):
             if not arguments.get("set_to_none", True):  # zeros would be added to: -0.0 becomes 0.0
                 ordinary = train(make_optimizers, **{**arguments, "set_to_none": True})
             released = train(make_optimizers, {**options, "release_gradients": True}, **arguments)
             nothing = [[None] * len(step) for step in ordinary["gradients"]]
-            assert_same(released, {**ordinary, "gradients": nothing}, "released")
+            runs.assert_same(released, {**ordinary, "gradients": nothing}, "released")
 
 
 def can_release(ddp_options):
     """Return whether gradients can be released on this device with these options."""
     limits = ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
-    return rank_device().type == "cpu" or not any(ddp_options.get(name) for name in limits)
+    return runs.rank_device().type == "cpu" or not any(ddp_options.get(name) for name in limits)
 
 
-@cases({name: IMPLEMENTATIONS[name] for name in USUAL})
+@runs.cases({name: IMPLEMENTATIONS[name] for name in USUAL})
 def check_optimizer(name, implementation):
     """Every optimizer, with what its state may depend on: unused parameters, accumulation and resuming."""
-    if name == "Adagrad" and "fused" in implementation and rank_device().type != "cpu":
+    if name == "Adagrad" and "fused" in implementation and runs.rank_device().type != "cpu":
         pytest.skip("not in every torch")
     kind, options = OPTIMIZERS[name]
     require_same(lambda ddp: [kind(ddp.parameters(), **options, **implementation)], **OF_OPTIMIZERS)
 
 
-@cases({name: case for name, case in IMPLEMENTATIONS.items() if name not in USUAL})
+@runs.cases({name: case for name, case in IMPLEMENTATIONS.items() if name not in USUAL})
 def rare_optimizer(name, implementation):
     """All others."""
     check_optimizer(name, implementation)
 
 
-@cases({name: (arguments,) for name, arguments in MODES.items()})
+@runs.cases({name: (arguments,) for name, arguments in MODES.items()})
 def check_mode(arguments):
     """Every way to run DDP, with two optimizers and groups."""
     require_same(two, **arguments)

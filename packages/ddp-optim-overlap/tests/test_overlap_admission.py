@@ -7,9 +7,9 @@ import copy
 import random
 
 import numpy as np
+import overlap_runs as runs
 import pytest
 import torch
-from overlap_runs import assert_same, backward, batches, cases, on_ranks, start, train_on
 from parity_cases import require_same
 
 from ddp_optim_overlap import (
@@ -218,7 +218,7 @@ def test_optimizers_that_have_stepped_are_taken_by_declaration(kind):
         optimizer.step()
     before = copy.deepcopy(list(optimizer.state.values()))
     declared(optimizer)
-    assert_same(list(optimizer.state.values()), before)
+    runs.assert_same(list(optimizer.state.values()), before)
 
 
 def _in_two_groups(kind, ddp):
@@ -229,7 +229,7 @@ def _in_two_groups(kind, ddp):
 ON_RANKS = (Lamb, Knows, ByGroups, Clamped)
 
 
-@cases({kind.__name__: (kind,) for kind in ON_RANKS})
+@runs.cases({kind.__name__: (kind,) for kind in ON_RANKS})
 def check_bits_of_declared(kind):
     unused = {} if kind is Clamped else {"find_unused_parameters": True}
     require_same(
@@ -240,7 +240,7 @@ def check_bits_of_declared(kind):
     )
 
 
-@cases({kind.__name__: (kind,) for kind in ACCEPTED if kind not in ON_RANKS})
+@runs.cases({kind.__name__: (kind,) for kind in ACCEPTED if kind not in ON_RANKS})
 def rare_bits_of_declared(kind):
     check_bits_of_declared(kind)
 
@@ -422,7 +422,7 @@ def test_a_trial_changes_nothing(kind):
     else:
         with pytest.raises(UnsupportedOptimizerError):
             declared(optimizer)
-    assert_same(everything_of(optimizer), before)
+    runs.assert_same(everything_of(optimizer), before)
 
 
 class Sizes(Lamb):
@@ -471,30 +471,30 @@ class ReplacesLater(Steps):
         return gradient
 
 
-@cases({"option": ("option 'lr'",), "attribute": ("attribute 'calls'",)})
+@runs.cases({"option": ("option 'lr'",), "attribute": ("attribute 'calls'",)})
 def check_what_is_set_later(late):
     """What buckets set differently, or in attributes, would be lost: an error."""
     options = {"steps_per_parameter": True, "release_gradients": True}  # each bucket is stepped by itself
-    ddp, optimizer, handle = start(
+    ddp, optimizer, handle = runs.start(
         lambda ddp: ReplacesLater(ddp.parameters()), options=options, bucket_cap_mb=0.02
     )
-    train_on(ddp, optimizer, batches(2))
+    runs.train_on(ddp, optimizer, runs.batches(2))
     optimizer.late = late
     with pytest.raises(RuntimeError, match=late):
-        backward(ddp, batches(1)[0])
+        runs.backward(ddp, runs.batches(1)[0])
     for call in (handle.wait, optimizer.step):
         with pytest.raises(UnsupportedOptimizerError, match=late):
             call()
 
 
-check = on_ranks(__name__, timeout=120, group_timeout=60)
+check = runs.on_ranks(__name__, timeout=120, group_timeout=60)
 
 
 def test_on_two_ranks(check):
     check()
 
 
-rare = on_ranks(__name__, prefix="rare_", timeout=120, group_timeout=60)
+rare = runs.on_ranks(__name__, prefix="rare_", timeout=120, group_timeout=60)
 
 
 @pytest.mark.exhaustive

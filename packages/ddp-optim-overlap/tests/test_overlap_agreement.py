@@ -5,19 +5,9 @@ Different hooks, optimizers and policies, and one overlap alone, are in integrat
 
 import contextlib
 
+import overlap_runs as runs
 import pytest
 import torch.distributed as dist
-from overlap_runs import (
-    assert_same,
-    backward,
-    batches,
-    cases,
-    on_ranks,
-    sgd,
-    snapshot,
-    start,
-    train_on,
-)
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook as torchs_hook
 
 from ddp_compress_hooks import CompressState, fp16_compress_hook
@@ -28,7 +18,7 @@ from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
 def check_a_hook_that_averages_over_other_ranks():
     """Refused at the call."""
     pair = [dist.new_group([0, 1]), dist.new_group([2])][dist.get_rank() == 2]
-    ddp, optimizer, _ = start(sgd, overlapped=False, process_group=pair)
+    ddp, optimizer, _ = runs.start(runs.sgd, overlapped=False, process_group=pair)
     for hook, state in [
         (fp16_compress_hook, None),
         (torchs_hook, None),
@@ -38,20 +28,22 @@ def check_a_hook_that_averages_over_other_ranks():
         with pytest.raises(ConfigError, match=r"over ranks \[0, 1, 2\], but the model over ranks \["):
             overlap_optimizer(ddp, optimizer, comm_hook=hook, comm_state=state)
     overlap_optimizer(ddp, optimizer, comm_hook=fp16_compress_hook, comm_state=CompressState().bind(ddp))
-    train_on(ddp, optimizer, batches(1))
+    runs.train_on(ddp, optimizer, runs.batches(1))
 
 
-@cases({"all used": ({},), "unused": ({"find_unused_parameters": True},)} if GROUPS_END_WITHOUT_GIL else {})
+@runs.cases(
+    {"all used": ({},), "unused": ({"find_unused_parameters": True},)} if GROUPS_END_WITHOUT_GIL else {}
+)
 def check_a_pause_on_one_rank_only(options):
-    ddp, optimizer, handle = start(sgd, **options)
-    train_on(ddp, optimizer, batches(2))
+    ddp, optimizer, handle = runs.start(runs.sgd, **options)
+    runs.train_on(ddp, optimizer, runs.batches(2))
     with handle.pause() if dist.get_rank() == 0 else contextlib.nullcontext():
-        backward(ddp, batches(1)[0])
+        runs.backward(ddp, runs.batches(1)[0])
 
     def wait_and_go_on():
         handle.wait()
         optimizer.zero_grad()
-        backward(ddp, batches(1)[0])  # no later than in the next pass
+        runs.backward(ddp, runs.batches(1)[0])  # no later than in the next pass
 
     with pytest.raises(RuntimeError, match="pause"):
         wait_and_go_on()
@@ -62,11 +54,11 @@ def check_a_pause_on_one_rank_only(options):
         optimizer.zero_grad()
         for tensor in ddp.parameters():
             dist.broadcast(tensor.detach(), 0)
-        train_on(ddp, optimizer, batches(2))
-        for tensor in snapshot(ddp):
+        runs.train_on(ddp, optimizer, runs.batches(2))
+        for tensor in runs.snapshot(ddp):
             first = tensor.clone()
             dist.broadcast(first, 0)
-            assert_same(tensor, first)
+            runs.assert_same(tensor, first)
 
 
 LIMITS = {
@@ -75,19 +67,19 @@ LIMITS = {
 }
 
 
-@cases(LIMITS if GROUPS_END_WITHOUT_GIL else {})
+@runs.cases(LIMITS if GROUPS_END_WITHOUT_GIL else {})
 def check_limits(most, odd, words):
-    ddp, optimizer, handle = start(sgd, options={"clip": odd if dist.get_rank() == 1 else most})
-    before = snapshot(ddp)
+    ddp, optimizer, handle = runs.start(runs.sgd, options={"clip": odd if dist.get_rank() == 1 else most})
+    before = runs.snapshot(ddp)
     with pytest.raises(RuntimeError, match=words):
-        backward(ddp, batches(1)[0])
+        runs.backward(ddp, runs.batches(1)[0])
     for call in (handle.wait, optimizer.step):
         with pytest.raises(ConfigError, match=words):
             call()
-    assert_same(snapshot(ddp), before)
+    runs.assert_same(runs.snapshot(ddp), before)
 
 
-check = on_ranks(__name__, 3, timeout=120, group_timeout=40)
+check = runs.on_ranks(__name__, 3, timeout=120, group_timeout=40)
 
 
 def test_differences_raise_on_every_rank_and_step_nothing(check):

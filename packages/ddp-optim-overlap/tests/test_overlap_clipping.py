@@ -3,22 +3,10 @@
 import itertools
 import time
 
+import overlap_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import (
-    as_ordinary,
-    assert_same,
-    backward,
-    batches,
-    cases,
-    ends,
-    make_ddp,
-    on_ranks,
-    snapshot,
-    start,
-    train_on,
-)
 
 from ddp_optim_overlap import (
     ByValue,
@@ -56,7 +44,7 @@ RELEASED = {"release_gradients": True}
 VIEW, UNUSED = {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}
 
 
-@cases(
+@runs.cases(
     {
         "by value": (ByValue(0.01), _by_value, {}, {}),
         "by value, view": (ByValue(0.01), _by_value, {}, VIEW),
@@ -66,40 +54,40 @@ VIEW, UNUSED = {"gradient_as_bucket_view": True}, {"find_unused_parameters": Tru
         "own, released": (Halves(), _in_halves, RELEASED, {}),
     }
 )
-@as_ordinary
+@runs.as_ordinary
 def check_bits(policy, clip, options, ddp_options, *, overlapped):
     """Also of accumulated gradients."""
-    ddp, optimizer, _ = start(overlapped=overlapped, options={"clip": policy, **options}, **ddp_options)
+    ddp, optimizer, _ = runs.start(overlapped=overlapped, options={"clip": policy, **options}, **ddp_options)
     if ddp_options == UNUSED:
         ddp.module.skipped = (1,)
         ddp.module.layers[3].requires_grad_(False)
-    for first, second in itertools.pairwise(batches(4)):
+    for first, second in itertools.pairwise(runs.batches(4)):
         with ddp.no_sync():
-            backward(ddp, first)
-        backward(ddp, second)
+            runs.backward(ddp, first)
+        runs.backward(ddp, second)
         if not overlapped:
             clip(ddp)
         optimizer.step()
         optimizer.zero_grad()
-    return ends(ddp, optimizer)
+    return runs.ends(ddp, optimizer)
 
 
-@as_ordinary
+@runs.as_ordinary
 def check_gradients_of_other_optimizers(*, overlapped):
     """They are not clipped."""
-    ddp = make_ddp(bucket_cap_mb=25)  # one bucket
+    ddp = runs.make_ddp(bucket_cap_mb=25)  # one bucket
     first, *others = ddp.parameters()
     optimizer, rest = torch.optim.SGD([first], lr=0.1), torch.optim.SGD(others, lr=0.1)
     if overlapped:
         overlap_optimizer(ddp, optimizer, clip=Halves())
-    for x in batches(2):
-        backward(ddp, x)
+    for x in runs.batches(2):
+        runs.backward(ddp, x)
         if not overlapped:
             Halves().clip([first])
         optimizer.step()
         rest.step()
         ddp.zero_grad()
-    return snapshot(ddp)
+    return runs.snapshot(ddp)
 
 
 class Refuses(Halves):
@@ -114,24 +102,24 @@ class Refuses(Halves):
         super().clip(parameters)
 
 
-@cases({"on all ranks": ((0, 1),), "on one rank": ((0,),)} if GROUPS_END_WITHOUT_GIL else {})
+@runs.cases({"on all ranks": ((0, 1),), "on one rank": ((0,),)} if GROUPS_END_WITHOUT_GIL else {})
 def check_a_policy_that_raises(ranks):
     """Every rank raises, soon and with a type, and after remove() the model trains on."""
     policy = Refuses(*ranks)
-    ddp, optimizer, handle = start(options={"clip": policy})
-    data = batches(3)
-    train_on(ddp, optimizer, data[:2])
+    ddp, optimizer, handle = runs.start(options={"clip": policy})
+    data = runs.batches(3)
+    runs.train_on(ddp, optimizer, data[:2])
     policy.raises, began = True, time.monotonic()
     if dist.get_rank() in ranks:
-        before = snapshot(ddp)
+        before = runs.snapshot(ddp)
         with pytest.raises(StepError, match=r"ValueError.*no limit is known yet") as caught:
-            backward(ddp, data[2])
+            runs.backward(ddp, data[2])
         assert isinstance(caught.value.__cause__, ValueError)
         with pytest.raises(StepError, match=r"ValueError.*no limit is known yet"):
             optimizer.step()
-        assert_same(snapshot(ddp), before)
+        runs.assert_same(runs.snapshot(ddp), before)
     else:
-        backward(ddp, data[2])
+        runs.backward(ddp, data[2])
         with pytest.raises(CommunicationError, match="another rank failed"):
             handle.wait()
     assert time.monotonic() - began < patience(20)
@@ -139,10 +127,10 @@ def check_a_policy_that_raises(ranks):
     ddp.zero_grad()
     for one in itertools.chain(ddp.parameters(), ddp.buffers()):
         dist.broadcast(one.detach(), 0)
-    train_on(ddp, optimizer, data)
+    runs.train_on(ddp, optimizer, data)
 
 
-check = on_ranks(__name__, timeout=60)
+check = runs.on_ranks(__name__, timeout=60)
 
 
 def test_clipping(check):

@@ -9,27 +9,10 @@ import sys
 import warnings
 import weakref
 
+import overlap_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import (
-    EVERY,
-    Net,
-    as_ordinary,
-    assert_same,
-    backward,
-    batches,
-    cases,
-    changed,
-    ends,
-    gradients,
-    make_ddp,
-    on_ranks,
-    sgd,
-    snapshot,
-    start,
-    train_on,
-)
 from parity_cases import OPTIMIZERS
 from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
@@ -92,7 +75,7 @@ def _hook_in_backward(ddp, state):
 def _pass_over(model, data, optimizer):
     """Train with the optimizer, or without, if ``backward()`` steps."""
     for x in data:
-        backward(model, x)
+        runs.backward(model, x)
         if optimizer is not None:
             optimizer.step()
         model.zero_grad()
@@ -105,7 +88,7 @@ def _of(name):
 
 ADAMW_LOOP = {"lr": 0.01, "weight_decay": 0.1, "foreach": False}
 WAYS = {
-    "hook_then_optimizer": (lambda ddp: _hook(ddp, FunctionalSGD(0.1)), sgd),
+    "hook_then_optimizer": (lambda ddp: _hook(ddp, FunctionalSGD(0.1)), runs.sgd),
     "PyTorch's functional": (
         lambda ddp: _hook(ddp, _functional_of_pytorch(ddp)),
         lambda ddp: torch.optim.AdamW(ddp.parameters(), **ADAMW_LOOP),
@@ -114,71 +97,71 @@ WAYS = {
         lambda ddp: _hook(ddp, _of("NAdam")(ddp), state=dist.group.WORLD),
         _of("NAdam"),
     ),
-    "hook_then_optimizer, declared": (lambda ddp: _hook(ddp, Declared(ddp.parameters(), lr=0.1)), sgd),
+    "hook_then_optimizer, declared": (lambda ddp: _hook(ddp, Declared(ddp.parameters(), lr=0.1)), runs.sgd),
     "register_fused_optim": (
         lambda ddp: register_fused_optim(ddp, torch.optim.Adam, 0.01, betas=(0.8, 0.9)),
         lambda ddp: torch.optim.Adam(ddp.parameters(), lr=0.01, betas=(0.8, 0.9)),
     ),
-    "register_fused_optim, declared": (lambda ddp: register_fused_optim(ddp, Declared, 0.1), sgd),
+    "register_fused_optim, declared": (lambda ddp: register_fused_optim(ddp, Declared, 0.1), runs.sgd),
     "in backward": (lambda ddp: _in_backward(ddp, *OPTIMIZERS["SGD momentum"]), _of("SGD momentum")),
     "in backward, Adadelta": (lambda ddp: _in_backward(ddp, *OPTIMIZERS["Adadelta"]), _of("Adadelta")),
-    "in backward, declared": (lambda ddp: _in_backward(ddp, Declared, {"lr": 0.1}), sgd),
-    "hook in backward": (lambda ddp: _hook_in_backward(ddp, None), sgd),
-    "hook in backward, group": (lambda ddp: _hook_in_backward(ddp, dist.group.WORLD), sgd),
-    "hook in backward, model": (lambda ddp: _hook_in_backward(ddp, weakref.ref(ddp)), sgd),
+    "in backward, declared": (lambda ddp: _in_backward(ddp, Declared, {"lr": 0.1}), runs.sgd),
+    "hook in backward": (lambda ddp: _hook_in_backward(ddp, None), runs.sgd),
+    "hook in backward, group": (lambda ddp: _hook_in_backward(ddp, dist.group.WORLD), runs.sgd),
+    "hook in backward, model": (lambda ddp: _hook_in_backward(ddp, weakref.ref(ddp)), runs.sgd),
 }
 
 
-@cases({name: (*ways, bool(place % 2)) for place, (name, ways) in enumerate(WAYS.items())})
+@runs.cases({name: (*ways, bool(place % 2)) for place, (name, ways) in enumerate(WAYS.items())})
 def check_bits(step_inside, make, view):
-    ddp = make_ddp(gradient_as_bucket_view=view)
+    ddp = runs.make_ddp(gradient_as_bucket_view=view)
     step_inside(ddp)
-    for x in batches(3):
+    for x in runs.batches(3):
         ddp.zero_grad()
-        backward(ddp, x)
-    other, optimizer, _ = start(make, overlapped=False)
-    train_on(other, optimizer, batches(3))
-    assert_same(snapshot(ddp), snapshot(other))
+        runs.backward(ddp, x)
+    other, optimizer, _ = runs.start(make, overlapped=False)
+    runs.train_on(other, optimizer, runs.batches(3))
+    runs.assert_same(runs.snapshot(ddp), runs.snapshot(other))
 
 
-@cases({"step() is called": (True,), "not": (False,)})
-@as_ordinary
+@runs.cases({"step() is called": (True,), "not": (False,)})
+@runs.as_ordinary
 def check_step_left_in_the_loop(call_step, *, overlapped):
     """It finds nothing left to do, also with a closure, and a scheduler does not warn without it."""
-    ddp = make_ddp()
-    optimizer = sgd(ddp)
+    ddp = runs.make_ddp()
+    optimizer = runs.sgd(ddp)
     if overlapped:
         _hook(ddp, optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        for x in batches(3):
+        for x in runs.batches(3):
             optimizer.zero_grad()
             if call_step:
-                optimizer.step(lambda x=x: backward(ddp, x))
+                optimizer.step(lambda x=x: runs.backward(ddp, x))
             else:
-                backward(ddp, x)
+                runs.backward(ddp, x)
                 if not overlapped:
                     optimizer.step()
             scheduler.step()
-    return ends(ddp, optimizer)
+    return runs.ends(ddp, optimizer)
 
 
-@cases({name: WAYS[name][:1] for name in ("hook_then_optimizer", "in backward", "register_fused_optim")})
+@runs.cases({name: WAYS[name][:1] for name in ("hook_then_optimizer", "in backward", "register_fused_optim")})
 def check_a_copy_averages_as_plain_ddp_does(step_inside):
-    ddp = make_ddp()
+    ddp = runs.make_ddp()
     step_inside(ddp)
-    backward(ddp, batches(1)[0])
+    runs.backward(ddp, runs.batches(1)[0])
     ddp.zero_grad()
-    copied, plain = copy.deepcopy(ddp), make_ddp()
+    copied, plain = copy.deepcopy(ddp), runs.make_ddp()
     plain.module.load_state_dict(ddp.module.state_dict())
-    before = snapshot(ddp)
-    runs = [train_on(one, sgd(one), batches(2)) for one in (copied, plain)]
-    assert_same(*runs)
-    assert_same(changed(ddp, before), [])
+    before = runs.snapshot(ddp)
+    both = [runs.train_on(one, runs.sgd(one), runs.batches(2)) for one in (copied, plain)]
+    runs.assert_same(*both)
+    runs.assert_same(runs.changed(ddp, before), [])
 
 
-@cases(
+@runs.cases(
     {
         "hook": (lambda ddp: _hook(ddp, FunctionalSGD(0.1), list(ddp.module.conv.parameters())), [0, 1]),
         "fused": (
@@ -190,37 +173,37 @@ def check_a_copy_averages_as_plain_ddp_does(step_inside):
     }
 )
 def check_some_parameters(step_inside, moved):
-    ddp = make_ddp()
-    before = snapshot(ddp)
+    ddp = runs.make_ddp()
+    before = runs.snapshot(ddp)
     step_inside(ddp)
-    backward(ddp, batches(1)[0])
-    assert_same(changed(ddp, before), moved)
+    runs.backward(ddp, runs.batches(1)[0])
+    runs.assert_same(runs.changed(ddp, before), moved)
 
 
 def check_what_is_returned():
-    ddp = make_ddp()
+    ddp = runs.make_ddp()
     handle = register_fused_optim(ddp, torch.optim.Adam, 0.01)
-    assert_same([type(one) for one in handle.optimizers], [torch.optim.Adam])
-    ddp = make_ddp()
+    runs.assert_same([type(one) for one in handle.optimizers], [torch.optim.Adam])
+    ddp = runs.make_ddp()
     _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
-    assert_same([type(one) for one in get_in_backward_optimizers(ddp)], [torch.optim.SGD] * 10)
-    backward(ddp, batches(1)[0])
-    assert_same(gradients(ddp), [None] * 10)
+    runs.assert_same([type(one) for one in get_in_backward_optimizers(ddp)], [torch.optim.SGD] * 10)
+    runs.backward(ddp, runs.batches(1)[0])
+    runs.assert_same(runs.gradients(ddp), [None] * 10)
 
 
 def check_unused_is_moved_by_hook_then_optimizer():
     """As in PyTorch, a parameter that no rank has used is stepped with a zero gradient; each pass steps."""
-    ddp = make_ddp(find_unused_parameters=True)
+    ddp = runs.make_ddp(find_unused_parameters=True)
     ddp.module.skipped = (1,)
     _hook(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, weight_decay=0.5))
     before = ddp.module.layers[1].weight.detach().clone()
-    backward(ddp, batches(1)[0])
-    assert_same(ddp.module.layers[1].weight.detach(), before.add(before * 0.5, alpha=-0.1))
+    runs.backward(ddp, runs.batches(1)[0])
+    runs.assert_same(ddp.module.layers[1].weight.detach(), before.add(before * 0.5, alpha=-0.1))
     with pytest.raises(DoubleBackwardError):
-        backward(ddp, batches(1)[0])
+        runs.backward(ddp, runs.batches(1)[0])
 
 
-@cases(
+@runs.cases(
     {
         option: (option,)
         for option in ("skip_all_reduce_unused_params", "require_manual_backward_finalization")
@@ -228,36 +211,36 @@ def check_unused_is_moved_by_hook_then_optimizer():
 )
 def check_options_of_a_model_that_is_called(option):
     """Buckets that would be left out, or come too late: refused when the model is called."""
-    ddp = make_ddp()
+    ddp = runs.make_ddp()
     setattr(ddp, option, True)  # not in every torch
-    _hook(ddp, sgd(ddp))
+    _hook(ddp, runs.sgd(ddp))
     for _ in range(2):
         with pytest.raises(ConfigError, match=option):
-            ddp(batches(1)[0])
+            ddp(runs.batches(1)[0])
 
 
 def check_a_hook_inside_another():
     """It cannot find its model."""
-    ddp = make_ddp()
-    inner = hook_then_optimizer(allreduce_hook, OptimizerHookState(sgd(ddp)))
+    ddp = runs.make_ddp()
+    inner = hook_then_optimizer(allreduce_hook, OptimizerHookState(runs.sgd(ddp)))
     ddp.register_comm_hook(None, bf16_compress_wrapper(inner))
     with pytest.raises(ConfigError, match="this hook has no engine"):
-        backward(ddp, batches(1)[0])
+        runs.backward(ddp, runs.batches(1)[0])
 
 
 def _compiled(net):
     """Compiled before it is called; the compiler wants the first bucket to be the smallest."""
-    return torch.compile(make_ddp(net, bucket_cap_mb=1), backend="eager")
+    return torch.compile(runs.make_ddp(net, bucket_cap_mb=1), backend="eager")
 
 
-@cases(
+@runs.cases(
     {
-        "replicated": (lambda net: replicate(net, bucket_cap_mb=0.001), Net),
-        "compiled": (_compiled, Net),
-        "a tied weight": (make_ddp, functools.partial(Net, tied=True)),
+        "replicated": (lambda net: replicate(net, bucket_cap_mb=0.001), runs.Net),
+        "compiled": (_compiled, runs.Net),
+        "a tied weight": (runs.make_ddp, functools.partial(runs.Net, tied=True)),
     }
 )
-@as_ordinary
+@runs.as_ordinary
 def check_in_backward_wrapped(wrap, make_net, *, overlapped):
     """It averages before it steps; a weight that is given twice is stepped once by one call."""
     net = make_net()
@@ -265,89 +248,92 @@ def check_in_backward_wrapped(wrap, make_net, *, overlapped):
     if overlapped:
         parameters = [*net.parameters(), net.layers[0].weight, net.layers[3].weight]
         apply_optimizer_in_backward(torch.optim.SGD, parameters, {"lr": 0.1})
-    _pass_over(model, batches(3), None if overlapped else optimizer)
-    return snapshot(net)
+    _pass_over(model, runs.batches(3), None if overlapped else optimizer)
+    return runs.snapshot(net)
 
 
-@cases({"no_sync": (True,), "each pass": (False,)})
-@as_ordinary
+@runs.cases({"no_sync": (True,), "each pass": (False,)})
+@runs.as_ordinary
 def check_in_backward_unused(accumulates, *, overlapped):
-    ddp = make_ddp(find_unused_parameters=True)
+    ddp = runs.make_ddp(find_unused_parameters=True)
     options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
     optimizer = torch.optim.SGD(ddp.parameters(), **options)
     if overlapped:
         _in_backward(ddp, torch.optim.SGD, options)
-    for step, (first, second) in enumerate(zip(batches(4), batches(4, seed=1), strict=True)):
+    for step, (first, second) in enumerate(zip(runs.batches(4), runs.batches(4, seed=1), strict=True)):
         ddp.module.skipped = (1,) if step == 2 else ()
         if accumulates:
             with ddp.no_sync():
-                backward(ddp, first)
-        backward(ddp, second)
+                runs.backward(ddp, first)
+        runs.backward(ddp, second)
         if not overlapped:
             optimizer.step()
         ddp.zero_grad()
-    return snapshot(ddp)
+    return runs.snapshot(ddp)
 
 
-@as_ordinary
+@runs.as_ordinary
 def check_in_backward_wrapped_again(*, overlapped):
     """By two models, one after the other; then the module is trained alone."""
-    net = Net()
+    net = runs.Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     if overlapped:
         apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
-    for wrap in (make_ddp, make_ddp, lambda net: net):
+    for wrap in (runs.make_ddp, runs.make_ddp, lambda net: net):
         model = wrap(net)
-        _pass_over(model, batches(2), None if overlapped else optimizer)
+        _pass_over(model, runs.batches(2), None if overlapped else optimizer)
         del model
         gc.collect()
     torch.save(net, io.BytesIO())
-    return snapshot(net)
+    return runs.snapshot(net)
 
 
 def check_in_backward_of_what_ddp_does_not_average():
     """An ignored parameter is stepped with this rank's gradient; one that was frozen is refused."""
-    net = Net()
+    net = runs.Net()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["layers.0.weight"])
-    ddp, before = make_ddp(net), snapshot(net)
+    ddp, before = runs.make_ddp(net), runs.snapshot(net)
     _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
-    backward(ddp, batches(1)[0])
-    assert_same(changed(ddp, before), EVERY)
-    assert_same(gradients(ddp), [None] * 10)
-    net = Net()
+    runs.backward(ddp, runs.batches(1)[0])
+    runs.assert_same(runs.changed(ddp, before), runs.EVERY)
+    runs.assert_same(runs.gradients(ddp), [None] * 10)
+    net = runs.Net()
     net.conv.requires_grad_(False)
-    ddp = make_ddp(net)
+    ddp = runs.make_ddp(net)
     net.conv.requires_grad_(True)
     _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
     with pytest.raises(RuntimeError, match="is not one that this DDP model averages"):
-        backward(ddp, batches(1)[0])
+        runs.backward(ddp, runs.batches(1)[0])
     net = torch.nn.Linear(4, 4)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["weight"])
-    ddp = make_ddp(net)  # which averages it nevertheless, because it is the root module's
+    ddp = runs.make_ddp(net)  # which averages it nevertheless, because it is the root module's
     _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
-    backward(ddp, torch.full((1, 4), dist.get_rank() + 1.0))
+    runs.backward(ddp, torch.full((1, 4), dist.get_rank() + 1.0))
     others = [torch.empty_like(net.weight) for _ in range(dist.get_world_size())]
     dist.all_gather(others, net.weight.detach())
-    assert_same(others, [others[0]] * len(others))
+    runs.assert_same(others, [others[0]] * len(others))
     net = torch.nn.Sequential(torch.nn.EmbeddingBag(4, 4, sparse=True), torch.nn.Linear(4, 4))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.weight"])
-    ddp, before = make_ddp(net, static_graph=True), snapshot(net)  # one bucket, without the sparse gradient
+    ddp, before = (
+        runs.make_ddp(net, static_graph=True),
+        runs.snapshot(net),
+    )  # one bucket, without the sparse gradient
     _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
     ddp(torch.tensor([[0, 1]])).sum().backward()
-    assert_same(changed(ddp, before), [0, 1, 2])
+    runs.assert_same(runs.changed(ddp, before), [0, 1, 2])
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     named = [("0.weight", net[0].weight)]
     late = {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": net[1].weight}
-    ddp = make_ddp(net, bucket_cap_mb=1, **late)  # torch 2.6 takes only an int here
+    ddp = runs.make_ddp(net, bucket_cap_mb=1, **late)  # torch 2.6 takes only an int here
     _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
     with pytest.raises(ConfigError, match="delay_all_reduce_named_params"):
         ddp(torch.ones(1, 4))
-    ddp = make_ddp()
+    ddp = runs.make_ddp()
     ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
     for _ in range(2):
         with pytest.raises(ConfigError, match="built-in"):
-            ddp(batches(1)[0])
+            ddp(runs.batches(1)[0])
 
 
 def _saved(ddp):
@@ -357,47 +343,47 @@ def _saved(ddp):
     return torch.load(file, weights_only=False)
 
 
-@cases({"copied": (copy.deepcopy,), "saved": (_saved,)})
+@runs.cases({"copied": (copy.deepcopy,), "saved": (_saved,)})
 def check_in_backward_copied(copied_by):
     """A copy of a model has no optimizers, and takes new ones, or an overlap."""
-    ddp = make_ddp()
+    ddp = runs.make_ddp()
     _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
-    backward(ddp, batches(1)[0])
-    expected = make_ddp(copy.deepcopy(ddp.module))
-    train_on(expected, sgd(expected), batches(2))
+    runs.backward(ddp, runs.batches(1)[0])
+    expected = runs.make_ddp(copy.deepcopy(ddp.module))
+    runs.train_on(expected, runs.sgd(expected), runs.batches(2))
     for begin in (lambda one: _in_backward(one, torch.optim.SGD, {"lr": 0.1}), _overlap):
         copied = copied_by(ddp)
         begin(copied)
-        _pass_over(copied, batches(2), None)
-        assert_same(snapshot(copied), snapshot(expected))
+        _pass_over(copied, runs.batches(2), None)
+        runs.assert_same(runs.snapshot(copied), runs.snapshot(expected))
 
 
 def _overlap(ddp):
-    return overlap_optimizer(ddp, sgd(ddp))
+    return overlap_optimizer(ddp, runs.sgd(ddp))
 
 
 def check_refused():
-    net = Net()
+    net = runs.Net()
     with pytest.raises(UnsupportedOptimizerError, match="LBFGS"):
         apply_optimizer_in_backward(torch.optim.LBFGS, net.parameters(), {})
-    assert_same(get_in_backward_optimizers(net), [])
+    runs.assert_same(get_in_backward_optimizers(net), [])
     apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
-    ddp = make_ddp(net)
+    ddp = runs.make_ddp(net)
     ddp.register_comm_hook(None, allreduce_hook)
     with pytest.raises(ConfigError, match="overlap_optimizer"):
-        ddp(batches(1)[0])
-    net = Net()
-    state = OptimizerHookState(sgd(net))  # of one model only
-    models = [make_ddp(net) for _ in range(2)]
+        ddp(runs.batches(1)[0])
+    net = runs.Net()
+    state = OptimizerHookState(runs.sgd(net))  # of one model only
+    models = [runs.make_ddp(net) for _ in range(2)]
     for model in models:
         model.register_comm_hook(None, hook_then_optimizer(allreduce_hook, state))
-    backward(models[0], batches(1)[0])
+    runs.backward(models[0], runs.batches(1)[0])
     net.zero_grad()
     with pytest.raises(RuntimeError, match=r"SGD .*overlapped"):
-        backward(models[1], batches(1)[0])
+        runs.backward(models[1], runs.batches(1)[0])
 
 
-check = on_ranks(__name__, timeout=120)
+check = runs.on_ranks(__name__, timeout=120)
 
 
 def test_drop_ins(check):
@@ -405,21 +391,21 @@ def test_drop_ins(check):
 
 
 def test_outside_of_ddp_each_backward_steps():
-    nets = [Net(), Net()]
+    nets = [runs.Net(), runs.Net()]
     apply_optimizer_in_backward(torch.optim.AdamW, nets[0].parameters(), {"lr": 0.01})
     optimizer = torch.optim.AdamW(nets[1].parameters(), lr=0.01)
-    for x in batches(3, rank=0):
-        backward(nets[0], x)
-        assert_same(gradients(nets[0]), [None] * 10)
-        train_on(nets[1], optimizer, [x])
-    assert_same(*map(snapshot, nets))
-    without = Net()
+    for x in runs.batches(3, rank=0):
+        runs.backward(nets[0], x)
+        runs.assert_same(runs.gradients(nets[0]), [None] * 10)
+        runs.train_on(nets[1], optimizer, [x])
+    runs.assert_same(*map(runs.snapshot, nets))
+    without = runs.Net()
     apply_optimizer_in_backward(torch.optim.SGD, without.parameters(), {"lr": 0.1}, False)
-    backward(without, batches(1, rank=0)[0])
-    assert_same(changed(without, snapshot(Net())), [])
+    runs.backward(without, runs.batches(1, rank=0)[0])
+    runs.assert_same(runs.changed(without, runs.snapshot(runs.Net())), [])
     apply_optimizer_in_backward(torch.optim.SGD, without.parameters(), {"lr": 0.1}, True)  # now with a hook
-    backward(without, batches(1, rank=0)[0])
-    assert_same(changed(without, snapshot(Net())), EVERY)
+    runs.backward(without, runs.batches(1, rank=0)[0])
+    runs.assert_same(runs.changed(without, runs.snapshot(runs.Net())), runs.EVERY)
 
 
 _COMPILES_BESIDE = """
@@ -455,22 +441,22 @@ def test_other_modules_are_compiled_as_before():
 
 
 def test_a_frozen_parameter_is_refused_before_anything_is_registered():
-    net = Net()
+    net = runs.Net()
     net.layers[2].weight.requires_grad_(False)
     with pytest.raises(ConfigError, match="frozen"):
         apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
-    assert_same(get_in_backward_optimizers(net), [])
+    runs.assert_same(get_in_backward_optimizers(net), [])
     trained = [one for one in net.parameters() if one.requires_grad]
     apply_optimizer_in_backward(torch.optim.SGD, trained, {"lr": 0.1})
-    other = Net()
+    other = runs.Net()
     other.layers[2].weight.requires_grad_(False)
-    train_on(
+    runs.train_on(
         other,
         torch.optim.SGD([one for one in other.parameters() if one.requires_grad], lr=0.1),
-        batches(1, 0),
+        runs.batches(1, 0),
     )
-    backward(net, batches(1, 0)[0])
-    assert_same(snapshot(net), snapshot(other))
+    runs.backward(net, runs.batches(1, 0)[0])
+    runs.assert_same(runs.snapshot(net), runs.snapshot(other))
 
 
 def test_a_non_optimizer_is_refused():

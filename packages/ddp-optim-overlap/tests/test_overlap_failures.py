@@ -12,28 +12,10 @@ import time
 import weakref
 from functools import partial
 
+import overlap_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import (
-    Failing,
-    Net,
-    adamw,
-    assert_same,
-    assert_stepped,
-    backward,
-    batches,
-    cases,
-    changed,
-    ends,
-    gradients,
-    make_ddp,
-    on_ranks,
-    sgd,
-    snapshot,
-    start,
-    train_on,
-)
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_optim_overlap import (
@@ -56,7 +38,7 @@ def momentum(ddp, kind=torch.optim.SGD):
     return kind(ddp.parameters(), lr=0.1, momentum=0.9)
 
 
-class CallingNet(Net):
+class CallingNet(runs.Net):
     """Calls something in backward, after later layers' buckets were started."""
 
     call = None
@@ -77,15 +59,15 @@ class Job:
         fails: How its hook fails from now on, in the second bucket.
     """
 
-    def __init__(self, net=Net, kind=Failing, *, released=False, **ddp_options):
+    def __init__(self, net=runs.Net, kind=runs.Failing, *, released=False, **ddp_options):
         self.fails, self._in_bucket, self._averages = None, {}, []
         options = {"comm_hook": self._hook, "steps_per_parameter": True, "release_gradients": released}
-        self.ddp, self.optimizer, self.handle = start(
+        self.ddp, self.optimizer, self.handle = runs.start(
             lambda ddp: momentum(ddp, kind), net=net(), options=options, **ddp_options
         )
-        train_on(self.ddp, self.optimizer, batches(2))
+        runs.train_on(self.ddp, self.optimizer, runs.batches(2))
         self.handle.wait()
-        self.before = snapshot(self.ddp)
+        self.before = runs.snapshot(self.ddp)
 
     def _hook(self, _, bucket):
         self._in_bucket[bucket.index()] = bucket.parameters()
@@ -108,12 +90,12 @@ class Job:
         return future.then(lambda done: done.value())
 
     def moved(self):
-        return changed(self.ddp, self.before)
+        return runs.changed(self.ddp, self.before)
 
     def require_raised(self, kind, words, error=None):
         """Fail unless the next pass and later calls raise with the type, and a true report; return that."""
         with pytest.raises(error or kind, match=words if error is None else ""):
-            backward(self.ddp, batches(1)[0])
+            runs.backward(self.ddp, runs.batches(1)[0])
         for call in (self.handle.wait, self.optimizer.step):
             with pytest.raises(kind, match=words) as caught:
                 call()
@@ -132,7 +114,7 @@ def _fail_after(average, future):
     future.set_exception(ValueError("not today"))
 
 
-@cases(
+@runs.cases(
     {
         "raises": ("raises", CommunicationError, "not today"),
         "future": ("future", CommunicationError, "not today"),
@@ -149,7 +131,7 @@ def check_hook_fails(how, kind, words):
     assert set(report.stepped) <= {0}, report
 
 
-@cases({"raises": (ValueError("not today"),), "exits": (SystemExit(3),)})
+@runs.cases({"raises": (ValueError("not today"),), "exits": (SystemExit(3),)})
 def check_step_fails(error):
     """In a bucket in the middle; a bucket whose step failed may be stepped in part."""
     job = Job(released=True)  # each bucket is stepped by itself
@@ -157,7 +139,7 @@ def check_step_fails(error):
     words = f"{type(error).__name__}: {error}.*parameters of bucket 2 may be stepped in part"
     report = job.require_raised(StepError, words, SystemExit if isinstance(error, SystemExit) else StepError)
     # Layers 3 and 2 are stepped before it, and the layers before layer 1 after it.
-    assert_same((report.stepped, report.partial, job.moved()), ((0, 1), (2,), [6, 7, 8, 9]))
+    runs.assert_same((report.stepped, report.partial, job.moved()), ((0, 1), (2,), [6, 7, 8, 9]))
 
 
 def check_nothing_steps_after_an_error_of_the_model():
@@ -177,18 +159,20 @@ def check_nothing_steps_after_an_error_of_the_model():
         raise ValueError("a bad layer")
 
     state = {}
-    ddp, optimizer, _ = start(sgd, net=CallingNet(), options={"comm_hook": hook, "comm_state": state})
-    train_on(ddp, optimizer, batches(2))
-    state["late"], ddp.module.call, before = True, bad_layer, snapshot(ddp)
+    ddp, optimizer, _ = runs.start(
+        runs.sgd, net=CallingNet(), options={"comm_hook": hook, "comm_state": state}
+    )
+    runs.train_on(ddp, optimizer, runs.batches(2))
+    state["late"], ddp.module.call, before = True, bad_layer, runs.snapshot(ddp)
     with pytest.raises(ValueError, match="a bad layer"):
-        backward(ddp, batches(1)[0])
+        runs.backward(ddp, runs.batches(1)[0])
     with pytest.raises(StepError, match="no parameter was stepped"):
         optimizer.step()
     for average in averages:
         average.wait()
     time.sleep(0.2)  # for a step that must not come
     assert averages
-    assert_same(changed(ddp, before), [])
+    runs.assert_same(runs.changed(ddp, before), [])
 
 
 # What makes a pass fail on all ranks, and how to undo that
@@ -208,7 +192,7 @@ def _fails(job):
 
 def _late_change(job):
     group = job.optimizer.param_groups[0]
-    backward(job.ddp, batches(1)[0])
+    runs.backward(job.ddp, runs.batches(1)[0])
     group["lr"], job.undo = 0.2, partial(group.update, lr=0.1)
     with pytest.raises(ConfigError, match="lr of parameter group 0"):
         job.optimizer.step()
@@ -218,7 +202,7 @@ def _late_change(job):
 BROKEN = ((_victim, "not today"), (_pre_hook, "pre-hook"), (_fails, "not today"), (_late_change, "lr of"))
 
 
-@cases(
+@runs.cases(
     {
         f"{how.__name__.strip('_')}, {'overlapped again' if again else 'ordinary'}": (how, words, again)
         for how, words in BROKEN
@@ -235,9 +219,9 @@ def check_an_error_stays_until_remove(how, words, again):
     how(job)
     for _ in range(3):
         with pytest.raises(RuntimeError, match=words):
-            backward(ddp, batches(1)[0])
-        after = snapshot(ddp)
-        for call in (optimizer.step, job.handle.wait, partial(Failing.step, optimizer)):
+            runs.backward(ddp, runs.batches(1)[0])
+        after = runs.snapshot(ddp)
+        for call in (optimizer.step, job.handle.wait, partial(runs.Failing.step, optimizer)):
             with pytest.raises(OverlapError, match=words):
                 call()
         optimizer.zero_grad()
@@ -245,25 +229,25 @@ def check_an_error_stays_until_remove(how, words, again):
     optimizer.victim = job.fails = None
     job.handle.remove()
     optimizer.step()
-    assert_same(changed(ddp, after), [])
+    runs.assert_same(runs.changed(ddp, after), [])
     with ddp.no_sync():
-        backward(ddp, batches(1)[0])
+        runs.backward(ddp, runs.batches(1)[0])
     job.handle.remove()  # once more, which takes no later gradients away
-    assert_same([one is None for one in gradients(ddp)], [False] * len(after))
+    runs.assert_same([one is None for one in runs.gradients(ddp)], [False] * len(after))
     optimizer.zero_grad()
-    ordinary = make_ddp()
+    ordinary = runs.make_ddp()
     ordinary.module.load_state_dict(ddp.module.state_dict())
     theirs = momentum(ordinary)
     theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     if again:
         handle = overlap_optimizer(ddp, optimizer, steps_per_parameter=True)
-    for x in batches(4):
-        assert_same(train_on(ddp, optimizer, [x]), train_on(ordinary, theirs, [x]))
+    for x in runs.batches(4):
+        runs.assert_same(runs.train_on(ddp, optimizer, [x]), runs.train_on(ordinary, theirs, [x]))
     if again:
-        assert_same(assert_stepped(handle).number, 4)
+        runs.assert_same(runs.assert_stepped(handle).number, 4)
 
 
-@cases({"dynamic": ({},), "static": ({"static_graph": True},)})
+@runs.cases({"dynamic": ({},), "static": ({"static_graph": True},)})
 def check_a_model_goes_on_after_its_first_pass_has_failed(options):
     """Before DDP has rebuilt its buckets."""
     state = {"fails": True}
@@ -273,18 +257,20 @@ def check_a_model_goes_on_after_its_first_pass_has_failed(options):
             raise ValueError("not today")
         return allreduce_hook(None, bucket)
 
-    ddp, optimizer, handle = start(sgd, options={"comm_hook": hook, "comm_state": state}, **options)
+    ddp, optimizer, handle = runs.start(runs.sgd, options={"comm_hook": hook, "comm_state": state}, **options)
     with pytest.raises(RuntimeError, match="not today"):
-        backward(ddp, batches(1)[0])
+        runs.backward(ddp, runs.batches(1)[0])
     handle.remove()
     state["fails"] = False
     optimizer.zero_grad()
-    other, ordinary, _ = start(sgd, overlapped=False, **options)
-    assert_same(train_on(ddp, optimizer, batches(4)), train_on(other, ordinary, batches(4)))
+    other, ordinary, _ = runs.start(runs.sgd, overlapped=False, **options)
+    runs.assert_same(
+        runs.train_on(ddp, optimizer, runs.batches(4)), runs.train_on(other, ordinary, runs.batches(4))
+    )
 
 
 def momentum_failing(ddp):
-    return momentum(ddp, Failing)
+    return momentum(ddp, runs.Failing)
 
 
 def _refuse(*_):
@@ -293,17 +279,17 @@ def _refuse(*_):
 
 def _fail_and_go(where, options):
     overlap = {"comm_hook": _refuse if where == "hook" else allreduce_hook, "steps_per_parameter": True}
-    ddp, optimizer, _ = start(momentum_failing, net=CallingNet(), options=overlap, **options)
+    ddp, optimizer, _ = runs.start(momentum_failing, net=CallingNet(), options=overlap, **options)
     if where == "step":
         optimizer.victim = ddp.module.conv.weight
     if where == "model":
-        for batch in batches(2):  # the first pass has one bucket, at its end
-            backward(ddp, batch)
+        for batch in runs.batches(2):  # the first pass has one bucket, at its end
+            runs.backward(ddp, batch)
             optimizer.step()
             ddp.zero_grad()
         ddp.module.call = _refuse
     with pytest.raises((RuntimeError, ValueError), match="not today"):
-        backward(ddp, batches(1)[0])
+        runs.backward(ddp, runs.batches(1)[0])
     with pytest.raises(OverlapError):
         optimizer.step()
     for parameter in ddp.module.parameters():
@@ -311,7 +297,9 @@ def _fail_and_go(where, options):
     return ddp.module, weakref.ref(ddp)
 
 
-@cases({"step": ("step", {}), "hook": ("hook", {"find_unused_parameters": True}), "model": ("model", {})})
+@runs.cases(
+    {"step": ("step", {}), "hook": ("hook", {"find_unused_parameters": True}), "model": ("model", {})}
+)
 def check_models_are_freed_after_an_error(where, options):
     """A kept error must not hold the frames in which it was raised, and with them the model.
 
@@ -323,10 +311,12 @@ def check_models_are_freed_after_an_error(where, options):
         assert time.monotonic() < deadline, gone()
         gc.collect()
         time.sleep(0.01)
-    assert_same([one.grad for one in net.parameters()], [torch.ones_like(one) for one in net.parameters()])
+    runs.assert_same(
+        [one.grad for one in net.parameters()], [torch.ones_like(one) for one in net.parameters()]
+    )
 
 
-check = on_ranks(__name__, timeout=120, group_timeout=GROUP_TIMEOUT)
+check = runs.on_ranks(__name__, timeout=120, group_timeout=GROUP_TIMEOUT)
 
 
 def test_a_failure_on_all_ranks(check):
@@ -338,8 +328,8 @@ def test_a_failure_on_all_ranks(check):
 
 def _raises_alone(rank, how, drop_in):
     """Rank 1 raises and ends; the other waits for its part of the average until then."""
-    ddp, state, handle = make_ddp(find_unused_parameters=True), {}, None
-    optimizer = sgd(ddp)
+    ddp, state, handle = runs.make_ddp(find_unused_parameters=True), {}, None
+    optimizer = runs.sgd(ddp)
 
     def hook(state, bucket):
         if state:
@@ -350,16 +340,16 @@ def _raises_alone(rank, how, drop_in):
         ddp.register_comm_hook(state, hook_then_optimizer(hook, OptimizerHookState(optimizer)))
     else:
         handle = overlap_optimizer(ddp, optimizer, comm_hook=hook, comm_state=state)
-    train_on(ddp, optimizer, batches(2))
+    runs.train_on(ddp, optimizer, runs.batches(2))
     if rank == 1 and how == "hook":
         state["fails"] = True
     elif rank == 1:
         optimizer.register_step_pre_hook(lambda *_: None)
-    before = snapshot(ddp)
+    before = runs.snapshot(ddp)
     words = {"hook": "not today", "refused": "pre-hook"}[how] if rank == 1 else None
     with pytest.raises(RuntimeError, match=words):
-        backward(ddp, batches(1)[0])
-    assert_same(changed(ddp, before), [])
+        runs.backward(ddp, runs.batches(1)[0])
+    runs.assert_same(runs.changed(ddp, before), [])
     if handle is not None:
         with pytest.raises(OverlapError, match=words):
             handle.wait()
@@ -384,11 +374,11 @@ def _average_fails_late(rank):
     job = Job()
     job.fails = "future" if rank == 1 else None
     with pytest.raises(RuntimeError, match="not today") if rank == 1 else contextlib.nullcontext():
-        backward(job.ddp, batches(1)[0])
+        runs.backward(job.ddp, runs.batches(1)[0])
     with pytest.raises(CommunicationError, match="not today" if rank == 1 else "another rank failed"):
         job.handle.wait()
     with pytest.raises(RuntimeError):
-        backward(job.ddp, batches(1)[0])
+        runs.backward(job.ddp, runs.batches(1)[0])
     return len(job.moved())
 
 
@@ -401,9 +391,9 @@ def test_an_average_that_fails_late_on_one_rank_raises_on_every_rank():
 
 def _refuses_and_lives_on(rank):
     """Rank 1 finds what was changed too late, and stays: its peer need not wait for the timeout."""
-    ddp, optimizer, handle = start(sgd, find_unused_parameters=True)
-    train_on(ddp, optimizer, batches(2))
-    backward(ddp, batches(1)[0])
+    ddp, optimizer, handle = runs.start(runs.sgd, find_unused_parameters=True)
+    runs.train_on(ddp, optimizer, runs.batches(2))
+    runs.backward(ddp, runs.batches(1)[0])
     if rank == 1:
         optimizer.param_groups[0]["lr"] = 0.2
         with pytest.raises(ConfigError, match="lr of parameter group 0 was changed"):
@@ -412,19 +402,19 @@ def _refuses_and_lives_on(rank):
         return []
     optimizer.step()
     optimizer.zero_grad()
-    before = snapshot(ddp)
+    before = runs.snapshot(ddp)
     with pytest.raises(RuntimeError):
-        backward(ddp, batches(1)[0])
+        runs.backward(ddp, runs.batches(1)[0])
     with pytest.raises(CommunicationError):
         handle.wait()
     default_store().set("the other one has raised", "")
-    return changed(ddp, before)
+    return runs.changed(ddp, before)
 
 
 @needs_ends_of_groups
 def test_a_rank_that_refuses_late_and_lives_on_is_an_error_on_every_rank():
     """Long before the group's timeout."""
-    assert_same(run_ranks(_refuses_and_lives_on, 2, timeout=60, group_timeout=600), [[], []])
+    runs.assert_same(run_ranks(_refuses_and_lives_on, 2, timeout=60, group_timeout=600), [[], []])
 
 
 def _recover(rank, released, seconds, **ddp_options):
@@ -434,42 +424,42 @@ def _recover(rank, released, seconds, **ddp_options):
     and all later ones are those of different passes.
     """
     options = {"comm_hook": allreduce_hook, "steps_per_parameter": True, "release_gradients": released}
-    ddp, optimizer, handle = start(momentum_failing, options=options, **ddp_options)
-    plain, other, _ = start(momentum, overlapped=False, **ddp_options)
+    ddp, optimizer, handle = runs.start(momentum_failing, options=options, **ddp_options)
+    plain, other, _ = runs.start(momentum, overlapped=False, **ddp_options)
     plain.register_comm_hook(None, allreduce_hook)
-    data = iter(batches(9))
-    train_on(ddp, optimizer, [next(data), next(data)])
+    data = iter(runs.batches(9))
+    runs.train_on(ddp, optimizer, [next(data), next(data)])
     saved = copy.deepcopy((ddp.module.state_dict(), optimizer.state_dict()))
     if rank == 0:
         optimizer.victim, optimizer.seconds = ddp.module.layers[1].weight, seconds
     failed_in = []
     for number in range(2):
-        before = snapshot(ddp)
+        before = runs.snapshot(ddp)
         try:
             optimizer.zero_grad()
-            backward(ddp, next(data))
+            runs.backward(ddp, next(data))
             optimizer.step()
         except RuntimeError:
             failed_in.append(number)
-            moved = changed(ddp, before)
+            moved = runs.changed(ddp, before)
             if rank == 0 and number == 0 and not seconds:
-                assert_same(moved, [6, 7, 8, 9])  # the layers after the one that fails
+                runs.assert_same(moved, [6, 7, 8, 9])  # the layers after the one that fails
             if released:
-                assert_same([gradients(ddp)[place] for place in moved], [None] * len(moved))
+                runs.assert_same([runs.gradients(ddp)[place] for place in moved], [None] * len(moved))
     assert failed_in in ([0, 1], [1]), failed_in
     handle.remove()
     optimizer.victim = None
     told = torch.tensor([rank + 7])
     dist.broadcast(told, 0)
-    assert_same(told.item(), 7)
+    runs.assert_same(told.item(), 7)
     for model, one in ((ddp, optimizer), (plain, other)):
         model.module.load_state_dict(saved[0])
         one.load_state_dict(copy.deepcopy(saved[1]))
         one.zero_grad()
     overlap_optimizer(ddp, optimizer, **options)
     for x in data:
-        assert_same(train_on(ddp, optimizer, [x]), train_on(plain, other, [x]))
-    return ends(ddp)
+        runs.assert_same(runs.train_on(ddp, optimizer, [x]), runs.train_on(plain, other, [x]))
+    return runs.ends(ddp)
 
 
 def _recovers(rank):
@@ -482,20 +472,20 @@ def _recovers(rank):
 
 @needs_ends_of_groups
 def test_after_a_step_that_failed_on_one_rank_a_new_overlap_averages_the_same_passes():
-    assert_same(*run_ranks(_recovers, 2, timeout=120, group_timeout=GROUP_TIMEOUT))
+    runs.assert_same(*run_ranks(_recovers, 2, timeout=120, group_timeout=GROUP_TIMEOUT))
 
 
 def _recovers_at_another_time(rank, again):
     """Each rank begins anew in the iteration in which it raised, and these are not the same."""
     options = {"comm_hook": allreduce_hook, "steps_per_parameter": True}
-    ddp, optimizer, handle = start(momentum_failing, options=options)
+    ddp, optimizer, handle = runs.start(momentum_failing, options=options)
     if rank == 0:
         optimizer.victim = ddp.module.layers[1].weight
     errors = []
-    for x in batches(5):
+    for x in runs.batches(5):
         try:
             optimizer.zero_grad()
-            backward(ddp, x)
+            runs.backward(ddp, x)
         except RuntimeError as error:
             errors.append(str(error))
             handle.remove()
@@ -529,34 +519,34 @@ def _await_end_of_workers():
 
 def _destroy_groups(ddp, optimizer, handle):
     """A pass afterwards is an error of the communication."""
-    before = snapshot(ddp)
+    before = runs.snapshot(ddp)
     dist.destroy_process_group()
     if GROUPS_END_WITHOUT_GIL:
         _await_end_of_workers()
         ddp.zero_grad()
         with pytest.raises(RuntimeError, match="was destroyed"):
-            backward(ddp, batches(1, 0)[0])
+            runs.backward(ddp, runs.batches(1, 0)[0])
         for call in (optimizer.step, handle.wait):
             with pytest.raises(CommunicationError, match=r"was destroyed.*no parameter was stepped"):
                 call()
-    assert_same(changed(ddp, before), [])
+    runs.assert_same(runs.changed(ddp, before), [])
 
 
 def _threads(_):
     """However the overlap ends, its thread ends, too."""
     found = []
     for how in ("remove", "garbage", "error", "destroyed"):
-        ddp = make_ddp()
-        optimizer = adamw(ddp)
+        ddp = runs.make_ddp()
+        optimizer = runs.adamw(ddp)
         handle = overlap_optimizer(ddp, optimizer)
-        backward(ddp, batches(1)[0])
+        runs.backward(ddp, runs.batches(1)[0])
         found.append(len(_workers()))
         gone = weakref.ref(ddp)
         if how == "remove":
             handle.remove()
         elif how == "error":
             with pytest.raises(DoubleBackwardError):
-                backward(ddp, batches(1)[0])
+                runs.backward(ddp, runs.batches(1)[0])
         elif how == "destroyed":
             _destroy_groups(ddp, optimizer, handle)
         del ddp, handle

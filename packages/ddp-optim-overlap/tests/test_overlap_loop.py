@@ -8,29 +8,10 @@ import io
 import types
 import weakref
 
+import overlap_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import (
-    EVERY,
-    Net,
-    adamw,
-    as_ordinary,
-    assert_same,
-    assert_stepped,
-    backward,
-    batches,
-    cases,
-    changed,
-    ends,
-    gradients,
-    make_ddp,
-    on_ranks,
-    paused,
-    snapshot,
-    start,
-    train_on,
-)
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_compress_hooks import allreduce_hook
@@ -45,29 +26,29 @@ from ddp_optim_overlap import (
 # Calls of step()
 
 
-@as_ordinary
+@runs.as_ordinary
 def check_calls_of_step(*, overlapped):
     """A second call after the overlapped step is an ordinary step, as is one without a backward pass.
 
     Post-hooks run once a call, those of all optimizers, too.
     """
-    ddp = make_ddp()
-    optimizer, calls = adamw(ddp), []
+    ddp = runs.make_ddp()
+    optimizer, calls = runs.adamw(ddp), []
     optimizer.register_step_post_hook(lambda one, *_: calls.append(len(one.param_groups[0]["params"])))
     if overlapped:
         overlap_optimizer(ddp, optimizer)
     optimizer.register_step_post_hook(lambda *_: calls.append("late"))
     of_all = register_optimizer_step_post_hook(_shrink)
-    for x in batches(2):
-        backward(ddp, x)
+    for x in runs.batches(2):
+        runs.backward(ddp, x)
         optimizer.step(None)  # as Accelerate calls it
         optimizer.step(closure=None)
         optimizer.zero_grad()
     with ddp.no_sync():
-        backward(ddp, batches(1)[0])
+        runs.backward(ddp, runs.batches(1)[0])
     optimizer.step()
     of_all.remove()
-    return ends(ddp, optimizer), calls
+    return runs.ends(ddp, optimizer), calls
 
 
 @torch.no_grad()
@@ -82,13 +63,17 @@ def _step(*optimizers):
         optimizer.zero_grad()
 
 
-@cases({"in turns, in the usual order": (True,), "in one pass": (False,)})
-@as_ordinary
+@runs.cases({"in turns, in the usual order": (True,), "in one pass": (False,)})
+@runs.as_ordinary
 def check_two_models_of_a_gan(in_turns, *, overlapped):
     """What the generator's loss adds to the critic's used gradients is zeroed before they are used."""
     torch.manual_seed(0)
-    generator, generator_optimizer, _ = start(adamw, overlapped=overlapped, net=torch.nn.Linear(4, 8))
-    critic, critic_optimizer, handle = start(adamw, overlapped=overlapped, net=torch.nn.Linear(8, 1))
+    generator, generator_optimizer, _ = runs.start(
+        runs.adamw, overlapped=overlapped, net=torch.nn.Linear(4, 8)
+    )
+    critic, critic_optimizer, handle = runs.start(
+        runs.adamw, overlapped=overlapped, net=torch.nn.Linear(8, 1)
+    )
     for step in range(3):
         made = generator(torch.full((2, 4), 1.0 + step + dist.get_rank()))
         if not in_turns:
@@ -98,130 +83,130 @@ def check_two_models_of_a_gan(in_turns, *, overlapped):
         critic.zero_grad()
         critic(torch.cat([made.detach(), torch.ones(2, 8)])).square().sum().backward()
         critic_optimizer.step()
-        with paused(handle):
+        with runs.paused(handle):
             critic(made).square().sum().backward()
         _step(generator_optimizer)
-    return ends(generator, generator_optimizer), ends(critic, critic_optimizer)
+    return runs.ends(generator, generator_optimizer), runs.ends(critic, critic_optimizer)
 
 
-@as_ordinary
+@runs.as_ordinary
 def check_gradients_stay_the_same_objects(*, overlapped):
     """Not a bucket's memory, into which the next pass writes."""
-    ddp, optimizer, _ = start(overlapped=overlapped, find_unused_parameters=True)
+    ddp, optimizer, _ = runs.start(overlapped=overlapped, find_unused_parameters=True)
     kept = []
-    for number, x in enumerate(batches(4)):
+    for number, x in enumerate(runs.batches(4)):
         ddp.module.skipped = (number % 4,)
-        before = gradients(ddp)
-        backward(ddp, x)
-        kept.append([one is other for one, other in zip(before, gradients(ddp), strict=True)])
-        kept.append([one.clone() for one in gradients(ddp) if one is not None])
+        before = runs.gradients(ddp)
+        runs.backward(ddp, x)
+        kept.append([one is other for one, other in zip(before, runs.gradients(ddp), strict=True)])
+        kept.append([one.clone() for one in runs.gradients(ddp) if one is not None])
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-    return ends(ddp, optimizer), kept
+    return runs.ends(ddp, optimizer), kept
 
 
-@cases({how: (how,) for how in ("pause", "autograd.grad")})
-@as_ordinary
+@runs.cases({how: (how,) for how in ("pause", "autograd.grad")})
+@runs.as_ordinary
 def check_adversarial_inputs(how, *, overlapped):
     """A backward pass only for the gradients of inputs, before the one that trains."""
-    ddp, optimizer, handle = start(overlapped=overlapped)
-    for x in batches(3):
+    ddp, optimizer, handle = runs.start(overlapped=overlapped)
+    for x in runs.batches(3):
         x.requires_grad_()
         if how == "pause":
-            with paused(handle):
-                backward(ddp, x)
+            with runs.paused(handle):
+                runs.backward(ddp, x)
         else:
             (x.grad,) = torch.autograd.grad(ddp(x).square().sum(), [x])
         optimizer.zero_grad()
-        backward(ddp, x.detach() + 0.1 * x.grad.sign())
+        runs.backward(ddp, x.detach() + 0.1 * x.grad.sign())
         optimizer.step()
-    return ends(ddp, optimizer)
+    return runs.ends(ddp, optimizer)
 
 
-@as_ordinary
+@runs.as_ordinary
 def check_pause_and_remove(*, overlapped):
-    ddp, optimizer, handle = start(overlapped=overlapped)
-    first, second, third, fourth, fifth = batches(5)
-    train_on(ddp, optimizer, [first])
-    with paused(handle):
-        backward(ddp, second)  # averages twice, steps once
-    train_on(ddp, optimizer, [third])
+    ddp, optimizer, handle = runs.start(overlapped=overlapped)
+    first, second, third, fourth, fifth = runs.batches(5)
+    runs.train_on(ddp, optimizer, [first])
+    with runs.paused(handle):
+        runs.backward(ddp, second)  # averages twice, steps once
+    runs.train_on(ddp, optimizer, [third])
     if handle is not None:
         handle.remove()
         handle.remove()
-    train_on(ddp, optimizer, [fourth])
+    runs.train_on(ddp, optimizer, [fourth])
     with overlap_optimizer(ddp, optimizer) if overlapped else contextlib.nullcontext() as handle:
-        backward(ddp, fifth)
+        runs.backward(ddp, fifth)
         if handle is not None:
-            assert_stepped(handle)
+            runs.assert_stepped(handle)
         optimizer.step()
-    return ends(ddp, optimizer)
+    return runs.ends(ddp, optimizer)
 
 
-@cases({how: (how,) for how in ("pause", "no_sync", "autograd.grad")})
-@as_ordinary
+@runs.cases({how: (how,) for how in ("pause", "no_sync", "autograd.grad")})
+@runs.as_ordinary
 def check_ordinary_steps(how, *, overlapped):
     """After a loop without step(); torch.autograd.grad is not a backward pass."""
-    ddp, optimizer, handle = start(overlapped=overlapped)
-    first, second = batches(2)
-    backward(ddp, first)
+    ddp, optimizer, handle = runs.start(overlapped=overlapped)
+    first, second = runs.batches(2)
+    runs.backward(ddp, first)
     if not overlapped:
         optimizer.step()
     if how == "autograd.grad":
         torch.autograd.grad(ddp.module(first).sum(), list(ddp.module.parameters()))
     optimizer.zero_grad()
-    with ddp.no_sync() if how == "no_sync" else paused(handle):
-        backward(ddp, second)
+    with ddp.no_sync() if how == "no_sync" else runs.paused(handle):
+        runs.backward(ddp, second)
         optimizer.step()
-    return ends(ddp, optimizer)
+    return runs.ends(ddp, optimizer)
 
 
-@as_ordinary
+@runs.as_ordinary
 def check_removed_before_step(*, overlapped):
     """The call of one of two optimizers is left out, which is no matter after remove()."""
-    ddp = make_ddp()
-    one, other = adamw(ddp.module.conv), adamw(ddp.module.layers)
-    first, second, third = batches(3)
+    ddp = runs.make_ddp()
+    one, other = runs.adamw(ddp.module.conv), runs.adamw(ddp.module.layers)
+    first, second, third = runs.batches(3)
     for x in (first, second):
         with overlap_optimizer(ddp, [one, other]) if overlapped else contextlib.nullcontext():
-            backward(ddp, x)
+            runs.backward(ddp, x)
         one.step()
         if x is first or not overlapped:
             other.step()
         ddp.zero_grad()
-    backward(ddp, third)
+    runs.backward(ddp, third)
     _step(one, other)
-    return ends(ddp, one, other)
+    return runs.ends(ddp, one, other)
 
 
-@as_ordinary
+@runs.as_ordinary
 def check_an_overlap_for_each_epoch_without_step(*, overlapped):
-    ddp = make_ddp()
-    optimizer = adamw(ddp)
+    ddp = runs.make_ddp()
+    optimizer = runs.adamw(ddp)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     for _ in range(2):
         with overlap_optimizer(ddp, optimizer) if overlapped else contextlib.nullcontext():
-            for x in batches(2):
+            for x in runs.batches(2):
                 optimizer.zero_grad()
-                backward(ddp, x)
+                runs.backward(ddp, x)
                 if not overlapped:
                     optimizer.step()
                 scheduler.step()
-    return ends(ddp, optimizer)
+    return runs.ends(ddp, optimizer)
 
 
 def check_overlapped_again_before_step():
     """By another optimizer only: a new overlap would take step() for one that nobody has made yet."""
-    ddp, optimizer, handle = start()
-    train_on(ddp, optimizer, batches(1))
-    backward(ddp, batches(1)[0])
-    after = snapshot(ddp)
+    ddp, optimizer, handle = runs.start()
+    runs.train_on(ddp, optimizer, runs.batches(1))
+    runs.backward(ddp, runs.batches(1)[0])
+    after = runs.snapshot(ddp)
     handle.remove()
     with pytest.raises(ConfigError, match=r"call step\(\) for its last pass first"):
         overlap_optimizer(ddp, optimizer)
     with overlap_optimizer(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)):
         optimizer.step()
-        assert_same(snapshot(ddp), after)
+        runs.assert_same(runs.snapshot(ddp), after)
     overlap_optimizer(ddp, optimizer).remove()
 
 
@@ -229,7 +214,7 @@ def _by_hook(ddp, optimizer):
     ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(optimizer)))
 
 
-@cases(
+@runs.cases(
     {
         f"{name}, step() {'called' if calls else 'left out'}": (overlap, calls)
         for name, overlap in (
@@ -240,17 +225,17 @@ def _by_hook(ddp, optimizer):
         for calls in (True, False)
     }
 )
-@as_ordinary
+@runs.as_ordinary
 def check_a_model_that_is_gone_before_step(overlap, calls, *, overlapped):
     """Its last pass has stepped, once; the loop steps what its module trains alone afterwards."""
-    net = Net()
-    ddp = make_ddp(net)
-    optimizer = adamw(ddp)
+    net = runs.Net()
+    ddp = runs.make_ddp(net)
+    optimizer = runs.adamw(ddp)
     if overlapped:
         overlap(ddp, optimizer)
     if calls:
-        train_on(ddp, optimizer, batches(1))
-    backward(ddp, batches(2)[1])
+        runs.train_on(ddp, optimizer, runs.batches(1))
+    runs.backward(ddp, runs.batches(2)[1])
     gone = weakref.ref(ddp)
     del ddp
     gc.collect()
@@ -258,13 +243,13 @@ def check_a_model_that_is_gone_before_step(overlap, calls, *, overlapped):
     if calls or not overlapped:
         optimizer.step()
     optimizer.zero_grad()
-    return train_on(net, optimizer, batches(2, seed=1))
+    return runs.train_on(net, optimizer, runs.batches(2, seed=1))
 
 
-@as_ordinary
+@runs.as_ordinary
 def check_a_compiled_end_of_the_loop(*, overlapped):
     """An overlapped step is never compiled, and has the bits of an uncompiled step."""
-    ddp, optimizer, _ = start(overlapped=overlapped)
+    ddp, optimizer, _ = runs.start(overlapped=overlapped)
 
     def step():
         optimizer.step()
@@ -272,10 +257,10 @@ def check_a_compiled_end_of_the_loop(*, overlapped):
 
     if overlapped:
         step = torch.compile(step, backend="eager")
-    for x in batches(2):
-        backward(ddp, x)
+    for x in runs.batches(2):
+        runs.backward(ddp, x)
         step()
-    return ends(ddp, optimizer)
+    return runs.ends(ddp, optimizer)
 
 
 # Closures
@@ -299,133 +284,133 @@ def _momentum(ddp):
     return torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
 
 
-@cases(
+@runs.cases(
     {
-        "positional": (adamw, "", {}),
+        "positional": (runs.adamw, "", {}),
         "by name": (_momentum, "closure", {"gradient_as_bucket_view": True}),
-        "unused": (adamw, "", {"find_unused_parameters": True}),
+        "unused": (runs.adamw, "", {"find_unused_parameters": True}),
     }
 )
-@as_ordinary
+@runs.as_ordinary
 def check_closure(make, name, options, *, overlapped):
     """Train as a trainer with automatic optimization does, with a scheduler."""
-    ddp, optimizer, _ = start(make, overlapped=overlapped, **options)
+    ddp, optimizer, _ = runs.start(make, overlapped=overlapped, **options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     losses, calls = [], []
-    for x in batches(5):
+    for x in runs.batches(5):
         closure = _closure(ddp, optimizer, x, calls)
         losses.append(optimizer.step(**{name: closure}) if name else optimizer.step(closure))
         scheduler.step()
-    return ends(ddp, optimizer), losses, len(calls)
+    return runs.ends(ddp, optimizer), losses, len(calls)
 
 
-@as_ordinary
+@runs.as_ordinary
 def check_closures_after_other_passes(*, overlapped):
     """Other passes accumulate before the closure's; a step with an empty closure, as trainers call it."""
-    ddp, optimizer, _ = start(overlapped=overlapped)
-    calls, data = [], iter(batches(9))
+    ddp, optimizer, _ = runs.start(overlapped=overlapped)
+    calls, data = [], iter(runs.batches(9))
 
     def closure():
         calls.append(1)
-        backward(ddp, next(data))
+        runs.backward(ddp, next(data))
 
     for _ in range(2):
         for _ in range(2):
             with ddp.no_sync():
-                backward(ddp, next(data))
+                runs.backward(ddp, next(data))
         optimizer.step(closure)
         optimizer.zero_grad()
     for x in data:
         optimizer.zero_grad()
-        backward(ddp, x)
+        runs.backward(ddp, x)
         calls += [optimizer.step(lambda: None), optimizer.step(lambda: 2.0)]  # the second one steps
-    return ends(ddp, optimizer), calls
+    return runs.ends(ddp, optimizer), calls
 
 
-@cases({how: (how,) for how in ("pause", "no_sync")})
-@as_ordinary
+@runs.cases({how: (how,) for how in ("pause", "no_sync")})
+@runs.as_ordinary
 def check_closure_of_an_ordinary_step(how, *, overlapped):
     """Under pause(), after remove() and in no_sync() the closure runs once and the step is ordinary."""
-    ddp, optimizer, handle = start(overlapped=overlapped)
+    ddp, optimizer, handle = runs.start(overlapped=overlapped)
     calls = []
-    first, second, third = batches(3)
+    first, second, third = runs.batches(3)
     optimizer.step(_closure(ddp, optimizer, first, calls))
-    with ddp.no_sync() if how == "no_sync" else paused(handle):
+    with ddp.no_sync() if how == "no_sync" else runs.paused(handle):
         optimizer.step(_closure(ddp, optimizer, second, calls))
     if handle is not None:
         handle.remove()
     optimizer.step(_closure(ddp, optimizer, third, calls))
-    return ends(ddp, optimizer), calls
+    return runs.ends(ddp, optimizer), calls
 
 
 def check_closure_that_fails():
     """An error of the closure itself is raised; an error of its backward pass keeps its type."""
-    ddp, optimizer, _ = start()
-    before = snapshot(ddp)
+    ddp, optimizer, _ = runs.start()
+    before = runs.snapshot(ddp)
 
     def raises():
         raise RuntimeError("of the loop")
 
     with pytest.raises(RuntimeError, match="of the loop"):
         optimizer.step(raises)
-    assert_same(snapshot(ddp), before)
+    runs.assert_same(runs.snapshot(ddp), before)
     calls = []
-    optimizer.step(_closure(ddp, optimizer, batches(1)[0], calls))
+    optimizer.step(_closure(ddp, optimizer, runs.batches(1)[0], calls))
     optimizer.param_groups[0]["betas"] = None
     with pytest.raises(StepError, match="NoneType"):
-        optimizer.step(_closure(ddp, optimizer, batches(1)[0], calls))
+        optimizer.step(_closure(ddp, optimizer, runs.batches(1)[0], calls))
     dist.barrier()
-    assert_same(calls, [1, 1])
+    runs.assert_same(calls, [1, 1])
 
 
 # Parameters that come, go, rest or are unused
 
 
-@as_ordinary
+@runs.as_ordinary
 def check_added_group(*, overlapped):
     """Layers that are unfrozen and added during training, and parameters that change their groups."""
-    ddp = make_ddp(find_unused_parameters=True)
+    ddp = runs.make_ddp(find_unused_parameters=True)
     layers = ddp.module.layers
     optimizer = torch.optim.AdamW([*ddp.module.conv.parameters(), *layers[:3].parameters()], lr=0.01)
     if overlapped:
         overlap_optimizer(ddp, optimizer)
-    for step, x in enumerate(batches(5)):
+    for step, x in enumerate(runs.batches(5)):
         if step == 2:
             optimizer.add_param_group({"params": list(layers[3].parameters()), "lr": 0.1})
         if step == 4:
             one, other = optimizer.param_groups
             one["params"], other["params"] = other["params"], one["params"]
-        train_on(ddp, optimizer, [x])
+        runs.train_on(ddp, optimizer, [x])
         ddp.zero_grad()
-    return ends(ddp, optimizer)
+    return runs.ends(ddp, optimizer)
 
 
-@as_ordinary
+@runs.as_ordinary
 def check_frozen_layers(*, overlapped):
     """A layer that is frozen at first, and one that is used only by torch.autograd.grad."""
-    ddp = make_ddp(find_unused_parameters=True)
-    optimizer = adamw(ddp)
+    ddp = runs.make_ddp(find_unused_parameters=True)
+    optimizer = runs.adamw(ddp)
     layer = ddp.module.layers[1].requires_grad_(False)
     if overlapped:
         overlap_optimizer(ddp, optimizer)
-    for step, x in enumerate(batches(5)):
+    for step, x in enumerate(runs.batches(5)):
         layer.requires_grad_(step in (1, 2))
         if step == 4:
             layer.requires_grad_(True)
             torch.autograd.grad(ddp.module(x).sum(), list(ddp.module.parameters()))
             ddp.module.skipped = (1,)
-        train_on(ddp, optimizer, [x])
-    return ends(ddp, optimizer)
+        runs.train_on(ddp, optimizer, [x])
+    return runs.ends(ddp, optimizer)
 
 
-@cases({"accumulated": (True,), "dropped": (False,)})
-@as_ordinary
+@runs.cases({"accumulated": (True,), "dropped": (False,)})
+@runs.as_ordinary
 def check_begun_with_gradients(accumulates, *, overlapped):
     """A layer that is not used any more: gradients from before count as use, unless they are dropped."""
-    ddp, optimizer, _ = start(overlapped=False, find_unused_parameters=True)
-    first, second = batches(2)
+    ddp, optimizer, _ = runs.start(overlapped=False, find_unused_parameters=True)
+    first, second = runs.batches(2)
     with ddp.no_sync() if accumulates else contextlib.nullcontext():
-        backward(ddp, first)
+        runs.backward(ddp, first)
     if not accumulates:
         optimizer.step()
     if overlapped:
@@ -433,10 +418,10 @@ def check_begun_with_gradients(accumulates, *, overlapped):
     if not accumulates:
         optimizer.zero_grad()
     ddp.module.skipped = (1,)
-    return train_on(ddp, optimizer, [second])
+    return runs.train_on(ddp, optimizer, [second])
 
 
-@cases(
+@runs.cases(
     {
         "used by one rank": ((1,), (), {"gradient_as_bucket_view": True}, True),
         "used by one rank, zeros": ((1,), (), {"gradient_as_bucket_view": True}, False),
@@ -444,50 +429,50 @@ def check_begun_with_gradients(accumulates, *, overlapped):
         "used before only, view, zeros": ((), (0, 1), {"gradient_as_bucket_view": True}, False),
     }
 )
-@as_ordinary
+@runs.as_ordinary
 def check_accumulation_in_pause(first_skips, second_skips, options, set_to_none, *, overlapped):
     """Some ranks leave a layer out in the paused pass, or in the next: its gradients are not used ones."""
-    ddp, optimizer, handle = start(overlapped=overlapped, find_unused_parameters=True, **options)
-    data = batches(4)
+    ddp, optimizer, handle = runs.start(overlapped=overlapped, find_unused_parameters=True, **options)
+    data = runs.batches(4)
     for first, second in zip(data[::2], data[1::2], strict=True):
         ddp.module.skipped = (1,) if dist.get_rank() in first_skips else ()
-        with paused(handle):
-            backward(ddp, first)
+        with runs.paused(handle):
+            runs.backward(ddp, first)
         ddp.module.skipped = (1,) if dist.get_rank() in second_skips else ()
-        backward(ddp, second)
+        runs.backward(ddp, second)
         optimizer.step()
         optimizer.zero_grad(set_to_none=set_to_none)
-    return ends(ddp, optimizer)
+    return runs.ends(ddp, optimizer)
 
 
 def _fused(ddp):
     return torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9, fused=True)
 
 
-@cases({"momentum of some": (_fused, False), "static later": (adamw, True)})
-@as_ordinary
+@runs.cases({"momentum of some": (_fused, False), "static later": (runs.adamw, True)})
+@runs.as_ordinary
 def check_layers_that_are_never_used(make, static, *, overlapped):
     """Fused SGD takes no list in which only some have momentum; a graph may be made static after the call."""
-    ddp, optimizer, _ = start(make, overlapped=False, find_unused_parameters=not static)
+    ddp, optimizer, _ = runs.start(make, overlapped=False, find_unused_parameters=not static)
     ddp.module.skipped = (1, 2)
-    for step, x in enumerate(batches(4)):
+    for step, x in enumerate(runs.batches(4)):
         if overlapped and step == (0 if static else 2):
             overlap_optimizer(ddp, optimizer)
         if static and step == 0:
             ddp._set_static_graph()
-        train_on(ddp, optimizer, [x])
-    return ends(ddp, optimizer)
+        runs.train_on(ddp, optimizer, [x])
+    return runs.ends(ddp, optimizer)
 
 
-@cases({"skip": ("skip", [0, 1, 2, 3, 6, 7, 8, 9]), "step": ("step", EVERY)})
+@runs.cases({"skip": ("skip", [0, 1, 2, 3, 6, 7, 8, 9]), "step": ("step", runs.EVERY)})
 def check_unused(unused, moved):
     """By default an unused layer is left alone; with unused="step" weight decay moves it."""
-    ddp, optimizer, _ = start(options={"unused": unused}, find_unused_parameters=True)
-    train_on(ddp, optimizer, batches(1))
-    before = snapshot(ddp)
+    ddp, optimizer, _ = runs.start(options={"unused": unused}, find_unused_parameters=True)
+    runs.train_on(ddp, optimizer, runs.batches(1))
+    before = runs.snapshot(ddp)
     ddp.module.skipped = (1,)
-    train_on(ddp, optimizer, batches(1))
-    assert_same(changed(ddp, before), moved)
+    runs.train_on(ddp, optimizer, runs.batches(1))
+    runs.assert_same(runs.changed(ddp, before), moved)
 
 
 # Several overlaps, one after another
@@ -499,14 +484,14 @@ def _is_ours(found):
 
 def check_nothing_is_left():
     """Overlaps that end, before step() or after, leave nothing in the model and the optimizer."""
-    ddp, counts = make_ddp(), []
-    for x in batches(4):
-        optimizer = adamw(ddp)
+    ddp, counts = runs.make_ddp(), []
+    for x in runs.batches(4):
+        optimizer = runs.adamw(ddp)
         with overlap_optimizer(ddp, optimizer):
-            train_on(ddp, optimizer, batches(1))
+            runs.train_on(ddp, optimizer, runs.batches(1))
         assert "step" not in vars(optimizer)
         with overlap_optimizer(ddp, optimizer):
-            backward(ddp, x)
+            runs.backward(ddp, x)
         if len(counts) % 2:
             optimizer.step()  # the one that was still to come
             assert "step" not in vars(optimizer)
@@ -515,25 +500,25 @@ def check_nothing_is_left():
         gc.collect()
         counts.append(sum(map(_is_ours, gc.get_objects())))
     for before, after in zip(counts[:2], counts[2:], strict=True):
-        assert after < before + len(EVERY), counts  # a thread that ends may still hold one
+        assert after < before + len(runs.EVERY), counts  # a thread that ends may still hold one
 
 
-@cases({"removed": ("removed",), "gone": ("gone",)})
-@as_ordinary
+@runs.cases({"removed": ("removed",), "gone": ("gone",)})
+@runs.as_ordinary
 def check_a_model_wrapped_anew(how, *, overlapped):
     """The overlap of the earlier model was removed, or is gone with it."""
-    net, optimizer = Net(), None
+    net, optimizer = runs.Net(), None
     for _ in range(2):
-        ddp = make_ddp(net)
-        optimizer = adamw(ddp) if optimizer is None else optimizer
+        ddp = runs.make_ddp(net)
+        optimizer = runs.adamw(ddp) if optimizer is None else optimizer
         handle = overlap_optimizer(ddp, optimizer) if overlapped else None
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        for x in batches(2):
-            train_on(ddp, optimizer, [x])
+        for x in runs.batches(2):
+            runs.train_on(ddp, optimizer, [x])
             scheduler.step()
         if handle is not None and how == "removed":
             handle.remove()
-        found = ends(ddp, optimizer)
+        found = runs.ends(ddp, optimizer)
         del ddp, handle
         gc.collect()
     return found
@@ -541,20 +526,23 @@ def check_a_model_wrapped_anew(how, *, overlapped):
 
 def check_copies():
     """A copy of an overlapped model averages, and can be overlapped itself."""
-    ddp, optimizer, _ = start()
-    train_on(ddp, optimizer, batches(2))
+    ddp, optimizer, _ = runs.start()
+    runs.train_on(ddp, optimizer, runs.batches(2))
     torch.save(ddp, io.BytesIO())
     one, other = copy.deepcopy(ddp), copy.deepcopy(ddp)
-    before = snapshot(one)
-    backward(one, batches(1)[0])
-    assert_same(snapshot(one), before)
+    before = runs.snapshot(one)
+    runs.backward(one, runs.batches(1)[0])
+    runs.assert_same(runs.snapshot(one), before)
     one.zero_grad()
-    optimizer = adamw(one)
+    optimizer = runs.adamw(one)
     overlap_optimizer(one, optimizer)
-    assert_same(train_on(one, optimizer, batches(2)), train_on(other, adamw(other), batches(2)))
+    runs.assert_same(
+        runs.train_on(one, optimizer, runs.batches(2)),
+        runs.train_on(other, runs.adamw(other), runs.batches(2)),
+    )
 
 
-check = on_ranks(__name__, timeout=120, group_timeout=60)
+check = runs.on_ranks(__name__, timeout=120, group_timeout=60)
 
 
 def test_the_loop_around_it(check):

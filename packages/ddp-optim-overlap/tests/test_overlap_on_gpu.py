@@ -7,23 +7,10 @@ import contextlib
 import os
 import time
 
+import overlap_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import (
-    Failing,
-    assert_same,
-    backward,
-    batches,
-    changed,
-    checks_in,
-    ends,
-    make_ddp,
-    rank_device,
-    run_checks,
-    snapshot,
-    train_on,
-)
 from parity_cases import MODES
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,13 +48,13 @@ def _on(backend, world_size, cases, timeout=300):
 
 
 def _parity(rank):
-    skipped, failed = run_checks(rank, "parity_cases")
-    return skipped, failed | run_checks(rank, "parity_cases", "rare_")[1]
+    skipped, failed = runs.run_checks(rank, "parity_cases")
+    return skipped, failed | runs.run_checks(rank, "parity_cases", "rare_")[1]
 
 
 @on_every_backend
 def test_the_parity_suite(backend, world_size):
-    assert len(checks_in("parity_cases", "check_")) > len(MODES)
+    assert len(runs.checks_in("parity_cases", "check_")) > len(MODES)
     for _, failed in _on(backend, world_size, _parity, timeout=1200):
         assert failed == {}, "\n".join(failed.values())
 
@@ -91,14 +78,14 @@ class SlowAdamW(torch.optim.AdamW):
 def _train_late(*, overlapped, steps=5, accumulate=1, **ddp_options):
     torch.manual_seed(0)
     layers = [torch.nn.Flatten(), torch.nn.Linear(128, 256), *[torch.nn.Linear(256, 256) for _ in range(3)]]
-    net = torch.nn.Sequential(*layers).to(rank_device())
+    net = torch.nn.Sequential(*layers).to(runs.rank_device())
     ddp = DistributedDataParallel(net, bucket_cap_mb=0.2, **ddp_options)
     optimizer = SlowAdamW(ddp.parameters(), lr=0.01, fused=True)
     if overlapped:
         overlap_optimizer(ddp, optimizer, comm_hook=_slow_average, steps_per_parameter=True)
     else:
         ddp.register_comm_hook(None, _slow_average)
-    for step, x in enumerate(batches(steps * accumulate)):
+    for step, x in enumerate(runs.batches(steps * accumulate)):
         last = step % accumulate == accumulate - 1
         with contextlib.nullcontext() if last else ddp.no_sync():
             ddp(x).square().mean().backward()
@@ -106,7 +93,7 @@ def _train_late(*, overlapped, steps=5, accumulate=1, **ddp_options):
             optimizer.step()
             optimizer.zero_grad()
     torch.cuda.synchronize()
-    return ends(ddp, optimizer)
+    return runs.ends(ddp, optimizer)
 
 
 LATE = {
@@ -120,8 +107,8 @@ LATE = {
 
 def _every_late(_):
     for name, arguments in LATE.items():
-        runs = [_train_late(overlapped=overlapped, **arguments) for overlapped in (True, False)]
-        assert_same(*runs, f"of {name}, the value")
+        both = [_train_late(overlapped=overlapped, **arguments) for overlapped in (True, False)]
+        runs.assert_same(*both, f"of {name}, the value")
 
 
 @on_every_backend
@@ -131,7 +118,7 @@ def test_averages_and_steps_that_come_late(backend, world_size):
 
 def _train_drop_in(name):
     """Train with one of the functions with PyTorch's names, or without."""
-    ddp = make_ddp()
+    ddp = runs.make_ddp()
     options = {"lr": 0.1, "momentum": 0.9}
     if name == "register_fused_optim":
         register_fused_optim(ddp, torch.optim.SGD, **options)
@@ -141,19 +128,19 @@ def _train_drop_in(name):
         optimizer = torch.optim.SGD(ddp.parameters(), **options)
         if name == "hook_then_optimizer":
             ddp.register_comm_hook(None, hook_then_optimizer(_slow_average, OptimizerHookState(optimizer)))
-    for x in batches(4):
+    for x in runs.batches(4):
         ddp.zero_grad()
-        backward(ddp, x)
+        runs.backward(ddp, x)
         if name == "ordinary":
             optimizer.step()
     torch.cuda.synchronize()
-    return snapshot(ddp)
+    return runs.snapshot(ddp)
 
 
 def _every_drop_in(_):
     ordinary = _train_drop_in("ordinary")
     for name in ("register_fused_optim", "apply_optimizer_in_backward", "hook_then_optimizer"):
-        assert_same(_train_drop_in(name), ordinary, f"with {name}, the value")
+        runs.assert_same(_train_drop_in(name), ordinary, f"with {name}, the value")
 
 
 @on_every_backend
@@ -162,26 +149,26 @@ def test_drop_ins(backend, world_size):
 
 
 def _errors(_):
-    x = batches(1)[0]
-    ddp = make_ddp()
+    x = runs.batches(1)[0]
+    ddp = runs.make_ddp()
     handle = overlap_optimizer(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
-    backward(ddp, x)
+    runs.backward(ddp, x)
     with pytest.raises(DoubleBackwardError):
-        backward(ddp, x)
+        runs.backward(ddp, x)
     handle.remove()
-    ddp = make_ddp()
-    before = snapshot(ddp)
-    optimizer = Failing(ddp.parameters(), lr=0.1)
+    ddp = runs.make_ddp()
+    before = runs.snapshot(ddp)
+    optimizer = runs.Failing(ddp.parameters(), lr=0.1)
     handle = overlap_optimizer(ddp, optimizer, steps_per_parameter=True)
     optimizer.victim = ddp.module.conv.weight
     with pytest.raises(RuntimeError, match="not today"):
-        backward(ddp, x)
+        runs.backward(ddp, x)
     for call in (handle.wait, optimizer.step):
         with pytest.raises(StepError):
             call()
-    assert_same(changed(ddp, before), [])  # it has one bucket
+    runs.assert_same(runs.changed(ddp, before), [])  # it has one bucket
     for options in ({"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
-        ddp = make_ddp(**options)
+        ddp = runs.make_ddp(**options)
         with pytest.raises(ConfigError, match="on this device"):
             overlap_optimizer(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), release_gradients=True)
 
@@ -193,16 +180,16 @@ def test_errors_keep_their_type_and_move_nothing(backend, world_size):
 
 def _fails_alone(rank):
     """The other rank learns of it in its next pass at the latest, and nobody waits for the timeout."""
-    x = batches(1)[0]
-    ddp = make_ddp()
-    optimizer = Failing(ddp.parameters(), lr=0.1)
+    x = runs.batches(1)[0]
+    ddp = runs.make_ddp()
+    optimizer = runs.Failing(ddp.parameters(), lr=0.1)
     handle = overlap_optimizer(ddp, optimizer, steps_per_parameter=True)
-    train_on(ddp, optimizer, [x, x])
+    runs.train_on(ddp, optimizer, [x, x])
     optimizer.victim = ddp.module.conv.weight if rank == 1 else None
     began, failed = time.monotonic(), 0
     for _ in range(2):
         try:
-            train_on(ddp, optimizer, [x])
+            runs.train_on(ddp, optimizer, [x])
         except RuntimeError:
             failed += 1
             optimizer.zero_grad()
@@ -226,7 +213,7 @@ def _clip(ddp, _):
 
 def _unscale(_, optimizer):
     scaler = torch.amp.GradScaler("cuda")
-    scaler.scale(torch.ones((), device=rank_device()))
+    scaler.scale(torch.ones((), device=runs.rank_device()))
     scaler.unscale_(optimizer)
 
 
@@ -242,19 +229,19 @@ def _step_and_go_on(ddp, optimizer, x):
     """Later steps do not wait for the answer: without versions, the next pass raises."""
     optimizer.step()
     optimizer.zero_grad()
-    backward(ddp, x)
+    runs.backward(ddp, x)
 
 
 def _foreach_writes(_):
     """Writes by operators on lists of tensors, which raise no versions on a GPU."""
-    x = batches(1)[0]
+    x = runs.batches(1)[0]
     for change in (_clip, _unscale, _set_to_zero, _decay):
         for first in (0, 2):  # the first step in which the loop does it
-            ddp = make_ddp()
+            ddp = runs.make_ddp()
             optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, foreach=True)
             handle = overlap_optimizer(ddp, optimizer)
-            train_on(ddp, optimizer, [x] * first)
-            backward(ddp, x)
+            runs.train_on(ddp, optimizer, [x] * first)
+            runs.backward(ddp, x)
             change(ddp, optimizer)
             with pytest.raises(RuntimeError, match=r"changed .* after the step"):
                 _step_and_go_on(ddp, optimizer, x)

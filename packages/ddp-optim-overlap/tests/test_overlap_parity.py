@@ -4,24 +4,10 @@ import inspect
 import itertools
 import types
 
+import overlap_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import (
-    COMPLEX,
-    adamw,
-    as_ordinary,
-    assert_same,
-    backward,
-    batches,
-    cases,
-    ends,
-    make_ddp,
-    on_ranks,
-    sgd,
-    start,
-    train_on,
-)
 from parity_cases import (  # noqa: F401 - checks are found by name
     check_mode,
     check_optimizer,
@@ -76,7 +62,7 @@ HOOKS = {
 }
 
 
-@cases({name: (hook, bool(place % 2)) for place, (name, hook) in enumerate(HOOKS.items())})
+@runs.cases({name: (hook, bool(place % 2)) for place, (name, hook) in enumerate(HOOKS.items())})
 def check_hook(hook, view):
     """The value of the hook's future is the gradient that is stepped with."""
     require_same(two, hook=hook, gradient_as_bucket_view=view)
@@ -104,22 +90,22 @@ CONVOLUTIONS = {
 }
 
 
-@cases(
+@runs.cases(
     {
         f"{name}, {change.__name__.strip('_')}": (arguments, change, bool(place % 2))
         for place, (name, arguments) in enumerate(CONVOLUTIONS.items())
         for change in (_channels_last, _columns_first)
     }
 )
-@as_ordinary
+@runs.as_ordinary
 def check_memory_layout(arguments, change, view, *, overlapped):
     torch.manual_seed(0)
     inputs, outputs, size = arguments
     net = torch.nn.Sequential(Conv(inputs, outputs, size), Conv(outputs, 4, 1))
     options = {"net": change(net), "bucket_cap_mb": 0.0001, "gradient_as_bucket_view": view}
-    ddp, optimizer, _ = start(overlapped=overlapped, **options)
+    ddp, optimizer, _ = runs.start(overlapped=overlapped, **options)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    return train_on(ddp, optimizer, [torch.randn(2, 4, 5, 5, generator=generator) for _ in range(4)])
+    return runs.train_on(ddp, optimizer, [torch.randn(2, 4, 5, 5, generator=generator) for _ in range(4)])
 
 
 class SomeUsed(torch.nn.Module):
@@ -138,14 +124,14 @@ class SomeUsed(torch.nn.Module):
         return last(x if dist.get_rank() == 1 and self.passes in (1, 3) else middle(x).tanh())
 
 
-@cases({"small buckets": (0.0005,), "one bucket": (1,)})
-@as_ordinary
+@runs.cases({"small buckets": (0.0005,), "one bucket": (1,)})
+@runs.as_ordinary
 def check_layout_of_an_unused_gradient(cap, *, overlapped):
     """A gradient has its layout in its bucket, though this rank has no gradient that shows it."""
     options = {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": cap}
-    ddp, optimizer, _ = start(overlapped=overlapped, net=_channels_last(SomeUsed()), **options)
+    ddp, optimizer, _ = runs.start(overlapped=overlapped, net=_channels_last(SomeUsed()), **options)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    return train_on(ddp, optimizer, [torch.randn(2, 4, 5, 5, generator=generator) for _ in range(5)])
+    return runs.train_on(ddp, optimizer, [torch.randn(2, 4, 5, 5, generator=generator) for _ in range(5)])
 
 
 class Mixed(torch.nn.Module):
@@ -156,7 +142,7 @@ class Mixed(torch.nn.Module):
         torch.manual_seed(0)
         self.embedding = torch.nn.Embedding(10, 8, sparse=True)
         self.first, self.second = torch.nn.Linear(8, 700), torch.nn.Linear(700, 4).double()
-        self.turn = torch.nn.Parameter(torch.randn(700, dtype=COMPLEX))
+        self.turn = torch.nn.Parameter(torch.randn(700, dtype=runs.COMPLEX))
         self.columns = torch.nn.Parameter(torch.randn(4, 700).t())
         self.scale, self.empty = torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Parameter(torch.empty(0))
 
@@ -176,7 +162,7 @@ def sparse_adam(ddp):
     return [torch.optim.SparseAdam(ddp.module.embedding.parameters(), lr=0.01), torch.optim.AdamW(others)]
 
 
-@cases(
+@runs.cases(
     {
         f"{name}, {released}": (make, released, view)
         for name, make, view in (
@@ -188,48 +174,50 @@ def sparse_adam(ddp):
         for released in ("kept", "released")
     }
 )
-@as_ordinary
+@runs.as_ordinary
 def check_all_kinds_of_parameters(make, released, view, *, overlapped):
-    ddp = make_ddp(Mixed(), gradient_as_bucket_view=view)
+    ddp = runs.make_ddp(Mixed(), gradient_as_bucket_view=view)
     optimizers = make(ddp)
     if overlapped:
         overlap_optimizer(ddp, optimizers, release_gradients=released == "released")
     for step in range(4):
-        backward(ddp, torch.tensor([step + dist.get_rank(), 7]))
+        runs.backward(ddp, torch.tensor([step + dist.get_rank(), 7]))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return ends(ddp, *optimizers)
+    return runs.ends(ddp, *optimizers)
 
 
-@as_ordinary
+@runs.as_ordinary
 def check_large_and_small_buckets(*, overlapped):
     """Small buckets wait for each other, large ones are stepped alone: the bits do not depend on it."""
     torch.manual_seed(0)
     sides = (64, 64, 1100, 1100, 64, 1100, 64)
     net = torch.nn.Sequential(*[torch.nn.Linear(*pair) for pair in itertools.pairwise(sides)])
-    ddp, optimizer, handle = start(sgd, overlapped=overlapped, net=net)
-    ends_here = train_on(ddp, optimizer, [x.flatten(1)[:, :64] for x in batches(4)])
+    ddp, optimizer, handle = runs.start(runs.sgd, overlapped=overlapped, net=net)
+    ends_here = runs.train_on(ddp, optimizer, [x.flatten(1)[:, :64] for x in runs.batches(4)])
     if handle is not None:
-        assert_same(handle.wait().buckets, 6)
+        runs.assert_same(handle.wait().buckets, 6)
     return ends_here
 
 
-@as_ordinary
+@runs.as_ordinary
 def check_names_of_parameters(*, overlapped):
     """An optimizer with named parameters keeps their names."""
-    ddp, optimizer, _ = start(lambda ddp: torch.optim.AdamW(ddp.named_parameters()), overlapped=overlapped)
-    return train_on(ddp, optimizer, batches(3))
+    ddp, optimizer, _ = runs.start(
+        lambda ddp: torch.optim.AdamW(ddp.named_parameters()), overlapped=overlapped
+    )
+    return runs.train_on(ddp, optimizer, runs.batches(3))
 
 
-check = on_ranks(__name__, timeout=300, group_timeout=60)
+check = runs.on_ranks(__name__, timeout=300, group_timeout=60)
 
 
 def test_two_ranks(check):
     check()
 
 
-rare = on_ranks(__name__, prefix="rare_", timeout=300, group_timeout=60)
+rare = runs.on_ranks(__name__, prefix="rare_", timeout=300, group_timeout=60)
 
 
 @pytest.mark.exhaustive
@@ -254,7 +242,7 @@ if hasattr(torch.optim, "Muon"):
     THREE["Muon"] = _muon, {}
 
 
-@cases(THREE)
+@runs.cases(THREE)
 def three_ranks_as_ordinary(make, options):
     require_same(make, **options)
 
@@ -276,15 +264,15 @@ def three_ranks_of_which_two_train():
     require_same(two, process_group=group, **unused)
 
     def run(kind, *, overlapped):
-        ddp = make_ddp(process_group=group)
-        optimizer = adamw(ddp)
+        ddp = runs.make_ddp(process_group=group)
+        optimizer = runs.adamw(ddp)
         state = {"mesh": mesh, "model": ddp}.get(kind, types.SimpleNamespace(process_group=group))
         hook = hook_then_optimizer(_of, OptimizerHookState(optimizer)) if overlapped else _of
         ddp.register_comm_hook(state, hook)
-        return train_on(ddp, optimizer, batches(3))
+        return runs.train_on(ddp, optimizer, runs.batches(3))
 
     for kind in ("mesh", "model", "process_group"):
-        assert_same(*[run(kind, overlapped=overlapped) for overlapped in (True, False)])
+        runs.assert_same(*[run(kind, overlapped=overlapped) for overlapped in (True, False)])
 
 
 def three_ranks_that_divide():
@@ -296,13 +284,13 @@ def three_ranks_that_divide():
 def three_ranks_state_without_a_group_is_of_world():
     """It would average over the ranks of other models."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    ddp = make_ddp(process_group=groups[dist.get_rank()])
+    ddp = runs.make_ddp(process_group=groups[dist.get_rank()])
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     with pytest.raises(ConfigError, match="give comm_hook a comm_state of the model's process group"):
-        overlap_optimizer(ddp, sgd(ddp), comm_hook=powerSGD_hook.powerSGD_hook, comm_state=state)
+        overlap_optimizer(ddp, runs.sgd(ddp), comm_hook=powerSGD_hook.powerSGD_hook, comm_state=state)
 
 
-three_ranks = on_ranks(__name__, 3, prefix="three_ranks_", timeout=120, group_timeout=60)
+three_ranks = runs.on_ranks(__name__, 3, prefix="three_ranks_", timeout=120, group_timeout=60)
 
 
 def test_three_ranks(three_ranks):

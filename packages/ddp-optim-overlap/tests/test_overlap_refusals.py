@@ -6,26 +6,10 @@ import types
 from functools import partial
 
 import numpy as np
+import overlap_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import (
-    EVERY,
-    Net,
-    adamw,
-    as_ordinary,
-    assert_same,
-    backward,
-    batches,
-    cases,
-    changed,
-    make_ddp,
-    on_ranks,
-    sgd,
-    snapshot,
-    start,
-    train_on,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import allreduce_hook
@@ -61,7 +45,7 @@ class OwnAdam(torch.optim.Adam):
 
 
 def _with_pre_hook(ddp):
-    optimizer = sgd(ddp)
+    optimizer = runs.sgd(ddp)
     optimizer.register_step_pre_hook(lambda *_: None)
     return optimizer
 
@@ -71,50 +55,50 @@ def _foreign(ddp):
 
 
 def _hooked():
-    ddp = make_ddp()
+    ddp = runs.make_ddp()
     ddp.register_comm_hook(None, allreduce_hook)
     return ddp
 
 
 def _built_in():
-    ddp = make_ddp()
+    ddp = runs.make_ddp()
     ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     return ddp
 
 
 def _ignoring():
-    net = Net()
+    net = runs.Net()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["layers.0.weight"])
-    return make_ddp(net)
+    return runs.make_ddp(net)
 
 
 def _overlapped():
-    ddp = make_ddp()
-    overlap_optimizer(ddp, sgd(ddp))
+    ddp = runs.make_ddp()
+    overlap_optimizer(ddp, runs.sgd(ddp))
     return ddp
 
 
 def _with_option(name, value):
     """Set it afterwards: one needs a GPU if torch is built with CUDA, the other is not in every torch."""
-    ddp = make_ddp()
+    ddp = runs.make_ddp()
     setattr(ddp, name, value)
     return ddp
 
 
 def _sparse():
-    return make_ddp(TakesWhat())
+    return runs.make_ddp(TakesWhat())
 
 
 def _static_of_two_dtypes():
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).double())
-    return make_ddp(net, static_graph=True)
+    return runs.make_ddp(net, static_graph=True)
 
 
 def _sharing_memory():
     """Two layers that are tied by their values, and not by their parameters."""
     net = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(2)])
     net[1].weight.data = net[0].weight.data
-    return make_ddp(net)
+    return runs.make_ddp(net)
 
 
 def _sliced():
@@ -122,14 +106,14 @@ def _sliced():
     net, flat = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(2)]), torch.ones(2, 8, 8)
     for layer, weight in zip(net, flat, strict=True):
         layer.weight = torch.nn.Parameter(weight)
-    return make_ddp(net)
+    return runs.make_ddp(net)
 
 
 def _some(ddp):
     return torch.optim.SGD(ddp.module.layers.parameters(), lr=0.1)
 
 
-def _refused(words, *, model=make_ddp, make=sgd, kind=ConfigError, **options):
+def _refused(words, *, model=runs.make_ddp, make=runs.sgd, kind=ConfigError, **options):
     return model, make, options, kind, words
 
 
@@ -157,9 +141,11 @@ REFUSED = {
     "static, dtypes": _refused("buckets of its first pass apart", model=_static_of_two_dtypes),
     "shared memory": _refused("share memory", model=_sharing_memory),
     "slices": _refused(r"share memory.*\(8, 8\)", model=_sliced),
-    "no DDP": _refused("Net", model=Net, kind=TypeError),
-    "compiled DDP": _refused("got OptimizedModule", model=lambda: torch.compile(make_ddp()), kind=TypeError),
-    "sparse": _refused(r"embedding\.weight", model=_sparse, make=adamw, kind=UnsupportedGradientError),
+    "no DDP": _refused("Net", model=runs.Net, kind=TypeError),
+    "compiled DDP": _refused(
+        "got OptimizedModule", model=lambda: torch.compile(runs.make_ddp()), kind=TypeError
+    ),
+    "sparse": _refused(r"embedding\.weight", model=_sparse, make=runs.adamw, kind=UnsupportedGradientError),
     "sparse, declared": _refused(
         "trial of OwnAdam failed on small copies .*does not support sparse gradients",
         model=_sparse,
@@ -172,56 +158,58 @@ REFUSED = {
 }
 
 
-@cases(REFUSED)
+@runs.cases(REFUSED)
 def check_call(make_model, make, options, kind, words):
     """Nothing is left behind."""
     ddp = make_model()
-    optimizer, before = make(ddp), snapshot(ddp)
+    optimizer, before = make(ddp), runs.snapshot(ddp)
     for _ in range(2):
         with pytest.raises(kind, match=words):
             overlap_optimizer(ddp, optimizer, **options)
-    assert_same(snapshot(ddp), before)
+    runs.assert_same(runs.snapshot(ddp), before)
     if isinstance(optimizer, torch.optim.Optimizer):
-        assert_same(optimizer.state_dict()["state"], {})
+        runs.assert_same(optimizer.state_dict()["state"], {})
         assert "step" not in vars(optimizer)
-    if make_model is make_ddp:
-        other = sgd(ddp)
+    if make_model is runs.make_ddp:
+        other = runs.sgd(ddp)
         overlap_optimizer(ddp, other)
-        train_on(ddp, other, batches(1))
-        assert_same(changed(ddp, before), EVERY)
+        runs.train_on(ddp, other, runs.batches(1))
+        runs.assert_same(runs.changed(ddp, before), runs.EVERY)
 
 
 def check_frozen_parameters_need_no_step():
-    net = Net()
+    net = runs.Net()
     net.conv.requires_grad_(False)
-    ddp, optimizer, _ = start(_some, net=net, options={"release_gradients": True})
-    before = snapshot(ddp)
-    train_on(ddp, optimizer, batches(2))
-    assert_same(changed(ddp, before), EVERY[2:])
+    ddp, optimizer, _ = runs.start(_some, net=net, options={"release_gradients": True})
+    before = runs.snapshot(ddp)
+    runs.train_on(ddp, optimizer, runs.batches(2))
+    runs.assert_same(runs.changed(ddp, before), runs.EVERY[2:])
 
 
-@as_ordinary
+@runs.as_ordinary
 def check_one_optimizer_in_two_overlaps(*, overlapped):
     """Refused at the call, and the first overlap goes on."""
-    net = Net()
-    ddp, other = make_ddp(net), make_ddp(net)
-    optimizer = adamw(ddp)
+    net = runs.Net()
+    ddp, other = runs.make_ddp(net), runs.make_ddp(net)
+    optimizer = runs.adamw(ddp)
     if overlapped:
         overlap_optimizer(ddp, optimizer)
-    train_on(ddp, optimizer, batches(1))
+    runs.train_on(ddp, optimizer, runs.batches(1))
     if overlapped:
         for overlap_again in (
-            partial(overlap_optimizer, other, [sgd(other), optimizer]),
+            partial(overlap_optimizer, other, [runs.sgd(other), optimizer]),
             partial(OptimizerHookState, optimizer),
         ):
             with pytest.raises(ConfigError, match=r"AdamW .*overlapped"):
                 overlap_again()
-    return train_on(ddp, optimizer, batches(2))
+    return runs.train_on(ddp, optimizer, runs.batches(2))
 
 
 def check_inside_backward():
-    ddp = make_ddp(torch.nn.Linear(4, 4))
-    x = call_in_backward(torch.ones(2, 4, requires_grad=True), lambda: overlap_optimizer(ddp, adamw(ddp)))
+    ddp = runs.make_ddp(torch.nn.Linear(4, 4))
+    x = call_in_backward(
+        torch.ones(2, 4, requires_grad=True), lambda: overlap_optimizer(ddp, runs.adamw(ddp))
+    )
     with pytest.raises(ConfigError, match=r"inside backward\(\)"):
         ddp(x).sum().backward()
 
@@ -307,7 +295,7 @@ OF_RELEASED = {
 }
 
 
-@cases(
+@runs.cases(
     {
         **{name: (*case, False) for name, case in TOO_LATE.items()},
         **{f"{name}, released": (*case, True) for name, case in OF_RELEASED.items()},
@@ -317,20 +305,20 @@ def check_too_late(change, words, released):
     """The inputs and results of a step must not change before the loop calls step()."""
     for view in (False, True):
         options = {"release_gradients": released}
-        ddp, optimizer, _ = start(gradient_as_bucket_view=view, options=options)
+        ddp, optimizer, _ = runs.start(gradient_as_bucket_view=view, options=options)
         own = {"marks": [], "pair": (torch.ones(2), 1)}
         optimizer.param_groups[0].update(betas=[0.9, 0.99], own=own)
-        train_on(ddp, optimizer, batches(1))
-        backward(ddp, batches(1)[0])
+        runs.train_on(ddp, optimizer, runs.batches(1))
+        runs.backward(ddp, runs.batches(1)[0])
         change(ddp, optimizer)
-        now = snapshot(ddp)
+        now = runs.snapshot(ddp)
         for _ in range(2):
             with pytest.raises(ConfigError, match=words):
                 optimizer.step()
-        assert_same(snapshot(ddp), now)
+        runs.assert_same(runs.snapshot(ddp), now)
 
 
-@cases(
+@runs.cases(
     {
         "gradients changed": (_clamp_gradients, (), "gradients or parameters were changed"),
         "a closure": (lambda *_: None, (lambda: None,), "closure would come too late"),
@@ -338,44 +326,44 @@ def check_too_late(change, words, released):
 )
 def check_a_refused_call_after_remove(change, arguments, words):
     """It is no second step, nor is the next one; with new gradients step() is an ordinary one."""
-    ddp, optimizer, handle = start()
-    train_on(ddp, optimizer, batches(1))
-    backward(ddp, batches(1)[0])
+    ddp, optimizer, handle = runs.start()
+    runs.train_on(ddp, optimizer, runs.batches(1))
+    runs.backward(ddp, runs.batches(1)[0])
     handle.remove()
-    after = snapshot(ddp)
+    after = runs.snapshot(ddp)
     change(ddp, optimizer)
     for _ in range(2):
         with pytest.raises(ConfigError, match=words):
             optimizer.step(*arguments)
     with contextlib.suppress(ConfigError):
         optimizer.step()
-    assert_same(snapshot(ddp), after)
+    runs.assert_same(runs.snapshot(ddp), after)
     optimizer.zero_grad()
-    train_on(ddp, optimizer, batches(1))
-    assert_same(changed(ddp, after), EVERY)
+    runs.train_on(ddp, optimizer, runs.batches(1))
+    runs.assert_same(runs.changed(ddp, after), runs.EVERY)
 
 
 def check_gradients_added_to_used_ones_after_remove():
-    ddp, _, handle = start()
-    backward(ddp, batches(1)[0])
+    ddp, _, handle = runs.start()
+    runs.backward(ddp, runs.batches(1)[0])
     handle.remove()
     with ddp.no_sync(), pytest.raises(DoubleBackwardError, match="zero_grad"):
-        backward(ddp, batches(1)[0])
+        runs.backward(ddp, runs.batches(1)[0])
 
 
 def check_looking_is_allowed():
     """A norm of gradients, and gradients by torch.autograd.grad; options that do not equal themselves."""
-    ddp, optimizer, handle = start(find_unused_parameters=True)
+    ddp, optimizer, handle = runs.start(find_unused_parameters=True)
     optimizer.param_groups[0].update(best=float("nan"), mask=np.ones(3), tags=[torch.ones(3)])
-    for number, x in enumerate(batches(4), start=1):
+    for number, x in enumerate(runs.batches(4), start=1):
         ddp.module.skipped = (3,) if number == 2 else ()
-        backward(ddp, x)
+        runs.backward(ddp, x)
         grads = [one.grad for one in ddp.parameters() if one.grad is not None]
         assert torch.nn.utils.get_total_norm(grads) > 0
         optimizer.step()
         torch.autograd.grad(ddp.module(x).sum(), list(ddp.parameters()), allow_unused=True)
         optimizer.zero_grad()
-        assert_same(handle.wait().number, number)
+        runs.assert_same(handle.wait().number, number)
 
 
 class TwoHeads(torch.nn.Module):
@@ -388,17 +376,17 @@ class TwoHeads(torch.nn.Module):
         return getattr(self, head)(x)
 
 
-@cases({"local": ("local", 0), "no_sync": ("no_sync", 0), "local, in a later step": ("local", 1)})
+@runs.cases({"local": ("local", 0), "no_sync": ("no_sync", 0), "local, in a later step": ("local", 1)})
 def check_gradients_that_come_after_the_step(how, before):
     """An ordinary step would use the gradients that were stepped with once more."""
-    ddp, optimizer, _ = start(sgd, net=TwoHeads(), find_unused_parameters=True)
+    ddp, optimizer, _ = runs.start(runs.sgd, net=TwoHeads(), find_unused_parameters=True)
     x = torch.ones(2, 4)
     for _ in range(before):
         ddp(x, "a").square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     ddp(x, "a").square().mean().backward()
-    after = snapshot(ddp)
+    after = runs.snapshot(ddp)
     if how == "local":
         ddp.module.b.weight.square().sum().backward()
     else:
@@ -406,7 +394,7 @@ def check_gradients_that_come_after_the_step(how, before):
             ddp(x, "b").square().mean().backward()
     with pytest.raises(ConfigError, match="gradients have come between"):
         optimizer.step()
-    assert_same(snapshot(ddp), after)
+    runs.assert_same(runs.snapshot(ddp), after)
 
 
 def check_arguments_and_closures_that_come_too_late():
@@ -416,36 +404,36 @@ def check_arguments_and_closures_that_come_too_late():
 
     ran = []
     options = {"steps_per_parameter": True}
-    ddp, optimizer, handle = start(lambda ddp: TakesMore(ddp.parameters(), lr=0.1), options=options)
-    backward(ddp, batches(1)[0])
-    after = snapshot(ddp)
+    ddp, optimizer, handle = runs.start(lambda ddp: TakesMore(ddp.parameters(), lr=0.1), options=options)
+    runs.backward(ddp, runs.batches(1)[0])
+    after = runs.snapshot(ddp)
     with pytest.raises(ConfigError, match="flag"):
         optimizer.step(flag=True)
     with handle.pause(), pytest.raises(ConfigError, match="closure would come too late"):
         optimizer.step(lambda: ran.append(1))
     with pytest.raises(ConfigError, match=r"step\(closure\)"):  # its pass would step again
-        optimizer.step(lambda: _pass(ddp, batches(1)[0]))
-    assert_same((ran, snapshot(ddp)), ([], after))
+        optimizer.step(lambda: _pass(ddp, runs.batches(1)[0]))
+    runs.assert_same((ran, runs.snapshot(ddp)), ([], after))
 
 
 def check_steps_that_are_not_replaced():
     """A step from before the overlap, and that of the class, would step again."""
-    ddp = make_ddp()
-    optimizer = adamw(ddp)
+    ddp = runs.make_ddp()
+    optimizer = runs.adamw(ddp)
     step = optimizer.step
     handle = overlap_optimizer(ddp, optimizer)
     for call in (step, lambda: type(optimizer).step(optimizer)):
-        backward(ddp, batches(1)[0])
-        after = snapshot(ddp)
+        runs.backward(ddp, runs.batches(1)[0])
+        after = runs.snapshot(ddp)
         with pytest.raises(ConfigError, match="would step again"):
             call()
-        assert_same(snapshot(ddp), after)
+        runs.assert_same(runs.snapshot(ddp), after)
         optimizer.step()
         optimizer.zero_grad()
     with handle.pause():
-        backward(ddp, batches(1)[0])
+        runs.backward(ddp, runs.batches(1)[0])
         step()
-    assert_same(changed(ddp, after), EVERY)
+    runs.assert_same(runs.changed(ddp, after), runs.EVERY)
 
 
 # Refused by backward(): what comes before it, around it, the error and its words; nothing moves
@@ -453,19 +441,19 @@ def check_steps_that_are_not_replaced():
 
 def _used(ddp, optimizer, _, *, zeros=False):
     if zeros:
-        backward(ddp, batches(1)[0])
+        runs.backward(ddp, runs.batches(1)[0])
         optimizer.zero_grad(set_to_none=False)
-    backward(ddp, batches(1)[0])
+    runs.backward(ddp, runs.batches(1)[0])
 
 
 def _used_and_clipped(ddp, *_):
-    backward(ddp, batches(1)[0])
+    runs.backward(ddp, runs.batches(1)[0])
     torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
 
 
 def _one_is_left(ddp, optimizer, _):
     """Of a parameter that is not the first to get a gradient in the next pass."""
-    backward(ddp, batches(1)[0])
+    runs.backward(ddp, runs.batches(1)[0])
     optimizer.step()
     for name, parameter in ddp.module.named_parameters():
         parameter.grad = parameter.grad.mul_(0.5) if name == "layers.2.bias" else None
@@ -473,37 +461,37 @@ def _one_is_left(ddp, optimizer, _):
 
 
 def _left_the_optimizer(ddp, optimizer, _):
-    train_on(ddp, optimizer, batches(1))
-    backward(ddp, batches(1)[0])
+    runs.train_on(ddp, optimizer, runs.batches(1))
+    runs.backward(ddp, runs.batches(1)[0])
     optimizer.step()
     del optimizer.param_groups[0]
     optimizer.zero_grad()
 
 
 def _post_hook(ddp, optimizer, _):
-    backward(ddp, batches(1)[0])
+    runs.backward(ddp, runs.batches(1)[0])
     optimizer.register_step_post_hook(lambda *_: None)
     optimizer.zero_grad()
 
 
 def _added_foreign(ddp, optimizer, _):
-    train_on(ddp, optimizer, batches(1))
+    runs.train_on(ddp, optimizer, runs.batches(1))
     _add_group(ddp, optimizer)
 
 
 def _unfrozen(ddp, optimizer, _):
-    train_on(ddp, optimizer, batches(1))
+    runs.train_on(ddp, optimizer, runs.batches(1))
     ddp.module.layers[1].requires_grad_(True)
 
 
 def _gradient_by_hand(ddp, optimizer, _):
-    train_on(ddp, optimizer, batches(1))
+    runs.train_on(ddp, optimizer, runs.batches(1))
     ddp.module.layers[1].weight.grad = torch.ones(64, 64)
 
 
 def _left_out_step(ddp, optimizer, _):
-    train_on(ddp, optimizer, batches(1))
-    backward(ddp, batches(1)[0])
+    runs.train_on(ddp, optimizer, runs.batches(1))
+    runs.backward(ddp, runs.batches(1)[0])
     optimizer.zero_grad()
 
 
@@ -511,7 +499,7 @@ def _loads(**options):
     """Load a state dict with other options than those that were accepted."""
 
     def before(ddp, optimizer, _):
-        train_on(ddp, optimizer, batches(1))
+        runs.train_on(ddp, optimizer, runs.batches(1))
         loaded = copy.deepcopy(optimizer.state_dict())
         loaded["param_groups"][0].update(options)
         optimizer.load_state_dict(loaded)
@@ -524,24 +512,24 @@ def _adafactor(ddp):
 
 
 def _two_dtypes():
-    net = Net()
+    net = runs.Net()
     net.unused = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     return net
 
 
 def _columns_first(ddp, optimizer, _):
-    train_on(ddp, optimizer, batches(1))
+    runs.train_on(ddp, optimizer, runs.batches(1))
     for parameter in ddp.parameters():
         parameter.data = parameter.data.transpose(0, -1).contiguous().transpose(0, -1)
 
 
 def _no_longer_owned(ddp, optimizer, _):
-    train_on(ddp, optimizer, batches(1))
+    runs.train_on(ddp, optimizer, runs.batches(1))
     del optimizer.param_groups[0]
 
 
 def _frozen_layer():
-    net = Net()
+    net = runs.Net()
     net.layers[1].requires_grad_(False)
     return net
 
@@ -551,7 +539,7 @@ def _two_groups(ddp):
     return torch.optim.SGD([{"params": list(part.parameters())} for part in parts], lr=0.1)
 
 
-def _of(before, kind, words, *, make=adamw, around="", net=None, options=None, **ddp_options):
+def _of(before, kind, words, *, make=runs.adamw, around="", net=None, options=None, **ddp_options):
     return before, kind, words, make, around, net, options, ddp_options
 
 
@@ -597,14 +585,14 @@ def _pre_hook(optimizer):
     optimizer.register_step_pre_hook(lambda *_: None)
 
 
-@cases(IN_BACKWARD)
+@runs.cases(IN_BACKWARD)
 def check_backward(before, kind, words, make, around, net, options, ddp_options):
-    ddp, optimizer, handle = start(make, net=net and net(), options=options, **ddp_options)
+    ddp, optimizer, handle = runs.start(make, net=net and net(), options=options, **ddp_options)
     before(ddp, optimizer, handle)
-    after = snapshot(ddp)
+    after = runs.snapshot(ddp)
     around = {"no_sync": ddp.no_sync, "pause": handle.pause}.get(around, contextlib.nullcontext)
     with around(), pytest.raises(RuntimeError, match=words) as caught:
-        backward(ddp, batches(2)[1])
+        runs.backward(ddp, runs.batches(2)[1])
     if kind is DoubleBackwardError:
         assert type(caught.value) is DoubleBackwardError, repr(caught.value)
     else:
@@ -612,49 +600,49 @@ def check_backward(before, kind, words, make, around, net, options, ddp_options)
             with pytest.raises(kind, match=words) as caught:
                 call()
             assert caught.value.report.stepped == (), caught.value
-    assert_same(snapshot(ddp), after)
+    runs.assert_same(runs.snapshot(ddp), after)
 
 
 def check_static_later_with_two_dtypes():
     """DDP hands over all buckets as bucket 0 and none as the last one: an error, and no hang."""
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).double())
     net[0].register_forward_hook(lambda *arguments: arguments[2].double())
-    ddp, optimizer, _ = start(sgd, net=net)
+    ddp, optimizer, _ = runs.start(runs.sgd, net=net)
     ddp._set_static_graph()
-    before = snapshot(ddp)
+    before = runs.snapshot(ddp)
     with pytest.raises(RuntimeError, match="static_graph"):
         ddp(torch.ones(2, 8)).sum().backward()
     with pytest.raises(ConfigError, match="static_graph"):
         optimizer.step()
-    assert_same(snapshot(ddp), before)
+    runs.assert_same(runs.snapshot(ddp), before)
 
 
 def check_a_sparse_weight_that_is_added():
     """To an optimizer that cannot step it: refused before the step."""
     net = torch.nn.Sequential(torch.nn.EmbeddingBag(4, 4, sparse=True), torch.nn.Linear(4, 4))
-    ddp, optimizer, _ = start(lambda ddp: torch.optim.Adam(ddp.module[1].parameters()), net=net)
+    ddp, optimizer, _ = runs.start(lambda ddp: torch.optim.Adam(ddp.module[1].parameters()), net=net)
     x = torch.tensor([[0, 1]])
     ddp(x).sum().backward()
     optimizer.step()
     ddp.zero_grad()
     optimizer.add_param_group({"params": [net[0].weight]})
-    before = snapshot(ddp)
+    before = runs.snapshot(ddp)
     with pytest.raises(RuntimeError, match=r"0\.weight, whose gradient is sparse"):
         ddp(x).sum().backward()
     with pytest.raises(UnsupportedGradientError, match=r"0\.weight"):
         optimizer.step()
-    assert_same(snapshot(ddp), before)
+    runs.assert_same(runs.snapshot(ddp), before)
 
 
 def check_incomplete_backward():
     """A layer without gradients that DDP was not told of: some buckets never come."""
-    ddp, optimizer, _ = start()
-    train_on(ddp, optimizer, batches(2))
+    ddp, optimizer, _ = runs.start()
+    runs.train_on(ddp, optimizer, runs.batches(2))
     ddp.module.skipped = (0,)
-    backward(ddp, batches(1)[0])
+    runs.backward(ddp, runs.batches(1)[0])
     with pytest.raises(StepError, match="find_unused_parameters") as caught:
         optimizer.step()
-    assert_same(caught.value.report.stepped, ())
+    runs.assert_same(caught.value.report.stepped, ())
 
 
 # Loops in which not every backward pass is a step
@@ -663,7 +651,7 @@ def check_incomplete_backward():
 def _pass(ddp, x):
     for parameter in ddp.parameters():
         parameter.grad = None
-    backward(ddp, x)
+    runs.backward(ddp, x)
 
 
 def _sharpness_aware(ddp, optimizer, data):
@@ -697,25 +685,25 @@ def _halves(ddp):
 
 
 LOOPS = {
-    "sharpness-aware": (_sharpness_aware, "was not called", adamw),
+    "sharpness-aware": (_sharpness_aware, "was not called", runs.adamw),
     "takes turns": (_takes_turns, "was not called", _halves),
-    "two passes in a closure": (_two_passes_in_closure, "was not called", adamw),
+    "two passes in a closure": (_two_passes_in_closure, "was not called", runs.adamw),
     "an ordinary step after one that was left out": (
         _ordinary_after_a_left_out_step,
         "was not called",
-        adamw,
+        runs.adamw,
     ),
 }
 
 
-@cases(LOOPS)
+@runs.cases(LOOPS)
 def check_loop(loop, words, make):
-    ddp, optimizers, _ = start(make)
+    ddp, optimizers, _ = runs.start(make)
     with pytest.raises((ConfigError, RuntimeError), match=words):
-        loop(ddp, optimizers, iter(batches(8)))
+        loop(ddp, optimizers, iter(runs.batches(8)))
 
 
-check = on_ranks(__name__, 1, timeout=120)  # every rank refuses by itself
+check = runs.on_ranks(__name__, 1, timeout=120)  # every rank refuses by itself
 
 
 def test_refused_with_a_reason(check):

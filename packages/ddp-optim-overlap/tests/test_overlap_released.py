@@ -7,24 +7,10 @@ import ctypes
 import mmap
 from pathlib import Path
 
+import overlap_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import (
-    adamw,
-    assert_same,
-    backward,
-    batches,
-    cases,
-    gradients,
-    locked_memory,
-    make_ddp,
-    on_ranks,
-    sgd,
-    snapshot,
-    start,
-    train_on,
-)
 from parity_cases import MODES, train, two
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -43,26 +29,26 @@ RELEASED = {"release_gradients": True}
 linux_only = pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="no pages are given back here")
 
 
-@cases({"no view": (False,), "view": (True,)})
+@runs.cases({"no view": (False,), "view": (True,)})
 def check_gradients_that_are_left(view):
     """None after a pass that steps; other passes keep theirs."""
-    ddp, optimizer, handle = start(options=RELEASED, gradient_as_bucket_view=view)
-    for x in batches(3):
-        backward(ddp, x)
-        assert_same(gradients(ddp), NONE)
+    ddp, optimizer, handle = runs.start(options=RELEASED, gradient_as_bucket_view=view)
+    for x in runs.batches(3):
+        runs.backward(ddp, x)
+        runs.assert_same(runs.gradients(ddp), NONE)
         optimizer.step()
-    plain = make_ddp(gradient_as_bucket_view=view)
+    plain = runs.make_ddp(gradient_as_bucket_view=view)
     plain.load_state_dict(ddp.state_dict())
     for around in (ddp.no_sync, handle.pause):
         with around():
-            backward(ddp, batches(1)[0])
+            runs.backward(ddp, runs.batches(1)[0])
         with plain.no_sync() if around == ddp.no_sync else handle.pause():
-            backward(plain, batches(1)[0])
-        assert_same(gradients(ddp), gradients(plain))
+            runs.backward(plain, runs.batches(1)[0])
+        runs.assert_same(runs.gradients(ddp), runs.gradients(plain))
         ddp.zero_grad()
         plain.zero_grad()
-    backward(ddp, batches(1)[0])
-    assert_same(gradients(ddp), NONE)
+    runs.backward(ddp, runs.batches(1)[0])
+    runs.assert_same(runs.gradients(ddp), NONE)
 
 
 class LooksAtTheEnd:
@@ -77,16 +63,16 @@ class LooksAtTheEnd:
         return allreduce_hook(None, bucket)
 
 
-@cases({"kept": ({},), "released": (RELEASED,)})
+@runs.cases({"kept": ({},), "released": (RELEASED,)})
 def check_a_hook_sees_at_the_end_which_parameters_were_unused(options):
     unused = [False] * 10
-    ddp = make_ddp(find_unused_parameters=True)
-    hook, optimizer = LooksAtTheEnd(ddp), sgd(ddp)
+    ddp = runs.make_ddp(find_unused_parameters=True)
+    hook, optimizer = LooksAtTheEnd(ddp), runs.sgd(ddp)
     overlap_optimizer(ddp, optimizer, comm_hook=hook, **options)
     for skipped in ((), (1,), ()):
         ddp.module.skipped = skipped
-        train_on(ddp, optimizer, batches(1))
-    assert_same(hook.without, [unused, [False] * 4 + [True] * 2 + [False] * 4, unused])
+        runs.train_on(ddp, optimizer, runs.batches(1))
+    runs.assert_same(hook.without, [unused, [False] * 4 + [True] * 2 + [False] * 4, unused])
 
 
 class Late:
@@ -107,7 +93,7 @@ class Late:
         return done.then(lambda done: done.value())
 
 
-@cases(
+@runs.cases(
     {
         "clipped": (lambda: {"clip": ByValue(0.01)},),
         "unused": (lambda: {"unused": "step"},),
@@ -119,19 +105,19 @@ def check_as_an_overlap_that_keeps_gradients(options):
     """With paused passes between others, and a second overlap after the first."""
 
     def run(released):
-        ddp, optimizer, handle = start(options={**options(), "release_gradients": released})
-        for number, x in enumerate(batches(5)):
+        ddp, optimizer, handle = runs.start(options={**options(), "release_gradients": released})
+        for number, x in enumerate(runs.batches(5)):
             if number == 2:
                 handle.remove()
             if number == 3:
                 handle = overlap_optimizer(ddp, optimizer, **options(), release_gradients=released)
             if number == 4:
                 with handle.pause():
-                    backward(ddp, x)
-            found = train_on(ddp, optimizer, [x])
+                    runs.backward(ddp, x)
+            found = runs.train_on(ddp, optimizer, [x])
         return found
 
-    assert_same(run(released=True), run(released=False))
+    runs.assert_same(run(released=True), run(released=False))
 
 
 SIZES = []
@@ -162,24 +148,24 @@ class ByNorm(ClipPolicy):
         torch.nn.utils.clip_grad_norm_(parameters, 0.02)
 
 
-@cases({"kept": ({}, [4]), "released": (RELEASED, [3, 1])})
+@runs.cases({"kept": ({}, [4]), "released": (RELEASED, [3, 1])})
 def check_large_buckets_in_parts(options, sizes):
     """A part is freed before the next one is stepped, and clipping still applies to the whole bucket."""
-    runs = []
+    both = []
     for overlap in ({}, options):
         torch.manual_seed(0)
         net = WithEmpty(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(3)])
-        ddp, _, _ = start(
+        ddp, _, _ = runs.start(
             lambda ddp: Counts(ddp.parameters(), lr=0.01),
             net=net,
             bucket_cap_mb=25,
             options={"clip": ByNorm(), "steps_per_parameter": True, **overlap},
         )
         SIZES.clear()
-        backward(ddp, torch.ones(1, 2048))  # one bucket of 48 MiB, before DDP rebuilds its buckets
-        runs.append(snapshot(ddp))
-    assert_same(SIZES, sizes)
-    assert_same(*runs)
+        runs.backward(ddp, torch.ones(1, 2048))  # one bucket of 48 MiB, before DDP rebuilds its buckets
+        both.append(runs.snapshot(ddp))
+    runs.assert_same(SIZES, sizes)
+    runs.assert_same(*both)
 
 
 # Storages instead of pages
@@ -188,18 +174,18 @@ OF_STORAGES = ("plain", "no_sync", "join", "tied", "schedule and resume")
 
 
 def _train_with_storages(arguments):
-    with locked_memory():
+    with runs.locked_memory():
         return train(two, RELEASED, **arguments)
 
 
-@cases({name: (MODES[name],) for name in OF_STORAGES})
+@runs.cases({name: (MODES[name],) for name in OF_STORAGES})
 def check_storages(arguments):
     ordinary = train(two, **arguments)
     nothing = [[None] * len(step) for step in ordinary["gradients"]]
-    assert_same(_train_with_storages(arguments), {**ordinary, "gradients": nothing})
+    runs.assert_same(_train_with_storages(arguments), {**ordinary, "gradients": nothing})
 
 
-@cases(
+@runs.cases(
     {
         "bucket view": ({"gradient_as_bucket_view": True}, "gradient_as_bucket_view"),
         "unused": ({"find_unused_parameters": True}, "find_unused_parameters"),
@@ -207,10 +193,10 @@ def check_storages(arguments):
     }
 )
 def check_storages_refuse(ddp_options, words):
-    ddp = make_ddp(**ddp_options)
-    with locked_memory(), pytest.raises(ConfigError, match=f"release_gradients.*{words}"):
-        overlap_optimizer(ddp, adamw(ddp), release_gradients=True)
-    overlap_optimizer(ddp, adamw(ddp))
+    ddp = runs.make_ddp(**ddp_options)
+    with runs.locked_memory(), pytest.raises(ConfigError, match=f"release_gradients.*{words}"):
+        overlap_optimizer(ddp, runs.adamw(ddp), release_gradients=True)
+    overlap_optimizer(ddp, runs.adamw(ddp))
 
 
 def check_memory_of_storages():
@@ -222,18 +208,18 @@ def check_memory_of_storages():
         mean = bucket.buffer() / dist.get_world_size()
         return dist.all_reduce(mean, async_op=True).get_future().then(lambda done: done.value()[0])
 
-    with locked_memory():
-        ddp, optimizer, handle = start(options={"comm_hook": hook, **RELEASED})
-        train_on(ddp, optimizer, batches(2))
+    with runs.locked_memory():
+        ddp, optimizer, handle = runs.start(options={"comm_hook": hook, **RELEASED})
+        runs.train_on(ddp, optimizer, runs.batches(2))
         buffers.clear()
-        train_on(ddp, optimizer, batches(1))
-    assert_same([buffer.untyped_storage().nbytes() for buffer in buffers], [0] * 5)
+        runs.train_on(ddp, optimizer, runs.batches(1))
+    runs.assert_same([buffer.untyped_storage().nbytes() for buffer in buffers], [0] * 5)
     handle.remove()
     assert min(buffer.untyped_storage().nbytes() - buffer.nbytes for buffer in buffers) == 0
-    backward(ddp, batches(1)[0])
+    runs.backward(ddp, runs.batches(1)[0])
 
 
-check = on_ranks(__name__, timeout=180, group_timeout=60)
+check = runs.on_ranks(__name__, timeout=180, group_timeout=60)
 
 
 def test_released_gradients(check):
@@ -241,10 +227,10 @@ def test_released_gradients(check):
 
 
 def _waits_for_later_buckets(_):
-    ddp, optimizer, handle = start(options={"comm_hook": Late(100), **RELEASED})
-    train_on(ddp, optimizer, batches(1))  # in one bucket
+    ddp, optimizer, handle = runs.start(options={"comm_hook": Late(100), **RELEASED})
+    runs.train_on(ddp, optimizer, runs.batches(1))  # in one bucket
     with pytest.raises(RuntimeError, match="leave release_gradients out"):
-        backward(ddp, batches(1)[0])
+        runs.backward(ddp, runs.batches(1)[0])
     with pytest.raises(ConfigError, match="no parameter was stepped"):
         handle.wait()
 
@@ -274,10 +260,12 @@ def _most_resident(_, released):
 
     net = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BUCKETS)])
     options = {"comm_hook": hook, "release_gradients": released}
-    ddp, optimizer, _ = start(sgd, net=net, options=options, bucket_cap_mb=4, gradient_as_bucket_view=True)
+    ddp, optimizer, _ = runs.start(
+        runs.sgd, net=net, options=options, bucket_cap_mb=4, gradient_as_bucket_view=True
+    )
     before = _resident()
-    train_on(ddp, optimizer, [torch.ones(1, WIDTH)] * 4)
-    assert_same(len(seen), 1 + 3 * BUCKETS)
+    runs.train_on(ddp, optimizer, [torch.ones(1, WIDTH)] * 4)
+    runs.assert_same(len(seen), 1 + 3 * BUCKETS)
     return max(seen[1:]) - before
 
 

@@ -4,22 +4,10 @@ import itertools
 import threading
 import time
 
+import overlap_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import (
-    adamw,
-    as_ordinary,
-    assert_same,
-    assert_stepped,
-    backward,
-    batches,
-    cases,
-    make_ddp,
-    on_ranks,
-    start,
-    train_on,
-)
 from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
@@ -59,21 +47,21 @@ DECLARED = {"steps_per_parameter": True}
 def check_who_steps_what():
     """The loop's own thread: buckets that are there together, or each by itself if it is freed."""
     for released, fewest, most in ((False, 1, 2), (True, 5, 5)):
-        ddp, optimizer, _ = start(watched, options={**DECLARED, "release_gradients": released})
-        train_on(ddp, optimizer, batches(2))
+        ddp, optimizer, _ = runs.start(watched, options={**DECLARED, "release_gradients": released})
+        runs.train_on(ddp, optimizer, runs.batches(2))
         Watched.threads.clear()
         Watched.sizes.clear()
-        train_on(ddp, optimizer, batches(1))
-        assert_same(Watched.threads, {threading.get_ident()})
-        assert_same(sum(Watched.sizes), 10)
+        runs.train_on(ddp, optimizer, runs.batches(1))
+        runs.assert_same(Watched.threads, {threading.get_ident()})
+        runs.assert_same(sum(Watched.sizes), 10)
         assert fewest <= len(Watched.sizes) <= most, Watched.sizes
 
 
-@as_ordinary
+@runs.as_ordinary
 def check_backward_does_not_wait_for_an_average(*, overlapped):
     """The first bucket's average does not complete before the first layer's gradients are computed."""
-    ddp, in_time = make_ddp(), []
-    optimizer, computed = adamw(ddp), threading.Event()
+    ddp, in_time = runs.make_ddp(), []
+    optimizer, computed = runs.adamw(ddp), threading.Event()
     ddp.module.conv.weight.register_hook(lambda _: computed.set())
 
     def hook(_, bucket):
@@ -91,14 +79,14 @@ def check_backward_does_not_wait_for_an_average(*, overlapped):
 
     if overlapped:
         overlap_optimizer(ddp, optimizer, comm_hook=hook)
-    for x in batches(3):
+    for x in runs.batches(3):
         computed.clear()
-        found = train_on(ddp, optimizer, [x])
-    assert_same(in_time, [True] * 3 if overlapped else [])
+        found = runs.train_on(ddp, optimizer, [x])
+    runs.assert_same(in_time, [True] * 3 if overlapped else [])
     return found
 
 
-@cases({"several buckets": (0.01,), "one bucket": (25,)})
+@runs.cases({"several buckets": (0.01,), "one bucket": (25,)})
 def check_what_was_hidden(cap):
     """The steps before the last, if the last average is slow; none, if there is only one bucket."""
 
@@ -120,25 +108,25 @@ def check_what_was_hidden(cap):
         return later
 
     options = {**DECLARED, "comm_hook": hook}
-    ddp, optimizer, handle = start(watched, options=options, bucket_cap_mb=cap)
-    train_on(ddp, optimizer, batches(2))
+    ddp, optimizer, handle = runs.start(watched, options=options, bucket_cap_mb=cap)
+    runs.train_on(ddp, optimizer, runs.batches(2))
     report = handle.wait()
     assert 0 <= report.seconds_hidden < report.seconds, report
     assert (report.buckets > 1) == (report.seconds_hidden > 0) == (cap < 1), report
 
 
 def check_a_slow_peer():
-    ddp, optimizer, handle = start(watched, options=DECLARED)
-    train_on(ddp, optimizer, batches(1))
+    ddp, optimizer, handle = runs.start(watched, options=DECLARED)
+    runs.train_on(ddp, optimizer, runs.batches(1))
     handle.wait()
     if dist.get_rank() == 1:
         optimizer.late = ddp.module.conv.weight  # in the last bucket
-    backward(ddp, batches(1)[0])
+    runs.backward(ddp, runs.batches(1)[0])
     if dist.get_rank() == 0:
         with pytest.raises(TimeoutError, match="a peer has not finished its step"):
             handle.wait(timeout=0.1)
         default_store().set("waited", "")
-    assert_same(handle.wait(timeout=30).number, 2)
+    runs.assert_same(handle.wait(timeout=30).number, 2)
 
 
 # Calls in the middle of a pass
@@ -189,14 +177,14 @@ WHERE = {
 }
 
 
-@cases(
+@runs.cases(
     {
         f"{name} {where}, {'reentrant' if nested else 'plain'}": (name, where, nested, bool(place % 2))
         for place, (name, where, nested) in enumerate(itertools.product(ASKS, WHERE, (False, True)))
         if not (nested and where == "from a thread")  # a documented limit
     }
 )
-@as_ordinary
+@runs.as_ordinary
 def check_asked_in_the_middle(name, where, nested, released, *, overlapped):
     """Refused, and nothing is lost."""
     torch.manual_seed(0)
@@ -205,7 +193,7 @@ def check_asked_in_the_middle(name, where, nested, released, *, overlapped):
         for layer in net:
             layer.forward = layer.inner.forward
     options = {"release_gradients": released}
-    ddp, optimizer, handle = start(overlapped=overlapped, net=net, options=options, bucket_cap_mb=0.0005)
+    ddp, optimizer, handle = runs.start(overlapped=overlapped, net=net, options=options, bucket_cap_mb=0.0005)
     refused = []
 
     def ask():
@@ -218,11 +206,11 @@ def check_asked_in_the_middle(name, where, nested, released, *, overlapped):
         if overlapped and step == 1:  # the first pass has one bucket, at its end
             WHERE[where](net, ask)
         x = torch.full((3, 16), 1.0 + step + dist.get_rank(), requires_grad=True)
-        found = train_on(ddp, optimizer, [x])
+        found = runs.train_on(ddp, optimizer, [x])
     if overlapped:
         assert len(refused) == 2, refused
         assert "while backward() runs" in refused[0], refused
-        assert_stepped(handle)
+        runs.assert_stepped(handle)
     return found
 
 
@@ -240,15 +228,15 @@ class CheckpointInside(torch.nn.Module):
         return self.after(checkpoint(self.inner, first, use_reentrant=True))
 
 
-@cases({"kept": (False, False), "released": (True, False), "nothing trained before": (False, True)})
-@as_ordinary
+@runs.cases({"kept": (False, False), "released": (True, False), "nothing trained before": (False, True)})
+@runs.as_ordinary
 def check_a_nested_pass_between_buckets(released, frozen, *, overlapped):
     options = {"release_gradients": released}
     net = CheckpointInside(frozen=frozen)
-    ddp, optimizer, handle = start(overlapped=overlapped, net=net, options=options)
-    found = train_on(ddp, optimizer, batches(4))
+    ddp, optimizer, handle = runs.start(overlapped=overlapped, net=net, options=options)
+    found = runs.train_on(ddp, optimizer, runs.batches(4))
     if handle is not None:
-        assert_stepped(handle)
+        runs.assert_stepped(handle)
     return found
 
 
@@ -257,16 +245,18 @@ def check_a_nested_pass_between_buckets(released, frozen, *, overlapped):
 
 def check_reports_and_ranges():
     """Every step has a range by name, also for a profiler of one thread; reports are plain numbers."""
-    ddp, optimizer, handle = start(options={"release_gradients": True})  # every bucket is stepped by itself
-    train_on(ddp, optimizer, batches(1))  # after this one DDP forms its final buckets
+    ddp, optimizer, handle = runs.start(
+        options={"release_gradients": True}
+    )  # every bucket is stepped by itself
+    runs.train_on(ddp, optimizer, runs.batches(1))  # after this one DDP forms its final buckets
     with profile() as profiler:
-        backward(ddp, batches(1)[0])
+        runs.backward(ddp, runs.batches(1)[0])
         report = handle.wait(timeout=30)
     shown = [event.name for event in profiler.events() if event.name.startswith("overlapped step")]
-    assert_same(sorted(shown), [f"overlapped step:bucket_{index}" for index in range(5)])
+    runs.assert_same(sorted(shown), [f"overlapped step:bucket_{index}" for index in range(5)])
     found = report.as_dict()
     assert {type(value) for value in found.values()} == {int, float}, found
-    assert_same([found[name] for name in ("number", "buckets", "stepped")], [2, 5, 5])
+    runs.assert_same([found[name] for name in ("number", "buckets", "stepped")], [2, 5, 5])
     assert 0 <= found["seconds_hidden"] <= found["seconds"], found
 
 
@@ -294,21 +284,21 @@ class Reuses(torch.nn.Module):
         return self.last(x)
 
 
-@cases({how: (how,) for how in ("detach", "no_grad", "saved")})
-@as_ordinary
+@runs.cases({how: (how,) for how in ("detach", "no_grad", "saved")})
+@runs.as_ordinary
 def check_weights_that_are_read_again(how, *, overlapped):
     """A step waits until nothing of backward() is left to read what it changes."""
     # A fused step tells autograd nothing.
-    ddp, optimizer, _ = start(
+    ddp, optimizer, _ = runs.start(
         lambda ddp: torch.optim.SGD(ddp.parameters(), lr=1.0, fused=True),
         overlapped=overlapped,
         net=Reuses(how),
         bucket_cap_mb=0.0001,
     )
-    return train_on(ddp, optimizer, [torch.full((2, 8), 1.0 + dist.get_rank())] * 4)
+    return runs.train_on(ddp, optimizer, [torch.full((2, 8), 1.0 + dist.get_rank())] * 4)
 
 
-check = on_ranks(__name__, timeout=120, group_timeout=60)
+check = runs.on_ranks(__name__, timeout=120, group_timeout=60)
 
 
 def test_threads(check):

@@ -1,19 +1,8 @@
 """Models and optimizers inside the wrappers of frameworks."""
 
+import overlap_runs as runs
 import pytest
 import torch
-from overlap_runs import (
-    Net,
-    adamw,
-    as_ordinary,
-    assert_same,
-    backward,
-    batches,
-    cases,
-    ends,
-    make_ddp,
-    on_ranks,
-)
 from torch.distributed._composable.replicate import replicate
 
 from ddp_compress_hooks import CompressState, bf16_compress_hook
@@ -55,42 +44,42 @@ class Masks(Delegates):
 HOOK = {"comm_hook": bf16_compress_hook, "comm_state": CompressState()}
 
 
-@cases({"at once": (False, {}), "after a forward pass": (True, {}), "with a hook": (False, HOOK)})
-@as_ordinary
+@runs.cases({"at once": (False, {}), "after a forward pass": (True, {}), "with a hook": (False, HOOK)})
+@runs.as_ordinary
 def check_replicated(begun, options, *, overlapped):
     """A module that was given to replicate(), which averages every other pass."""
-    model = replicate(Net(), bucket_cap_mb=0.001)
-    optimizer = adamw(model)
+    model = replicate(runs.Net(), bucket_cap_mb=0.001)
+    optimizer = runs.adamw(model)
     if begun:
         with torch.no_grad():
-            model(batches(1)[0])
+            model(runs.batches(1)[0])
     if overlapped:
         overlap_optimizer(model, optimizer, **options)
     elif options:
         model.register_comm_hook(options["comm_state"], options["comm_hook"])
-    for number, batch in enumerate(batches(6)):
+    for number, batch in enumerate(runs.batches(6)):
         model.set_requires_gradient_sync(number % 2 == 1)
-        backward(model, batch)
+        runs.backward(model, batch)
         if number % 2 == 1:
             optimizer.step()
             optimizer.zero_grad()
-    return ends(model, optimizer)
+    return runs.ends(model, optimizer)
 
 
-@as_ordinary
+@runs.as_ordinary
 def check_wrapped_optimizer(*, overlapped):
     """Its wrappers are opened; they count calls and decide whether to step."""
-    ddp = make_ddp()
-    inner = adamw(ddp)
+    ddp = runs.make_ddp()
+    inner = runs.adamw(ddp)
     wrapper = Delegates(Delegates(inner), scaler=torch.amp.GradScaler("cpu", enabled=False))
     if overlapped:
-        assert_same(overlap_optimizer(ddp, [wrapper, inner]).optimizers == (inner,), True)
-    for x in batches(3):
-        backward(ddp, x)
+        runs.assert_same(overlap_optimizer(ddp, [wrapper, inner]).optimizers == (inner,), True)
+    for x in runs.batches(3):
+        runs.backward(ddp, x)
         wrapper.step()
         wrapper.zero_grad()
-    assert_same(wrapper.calls, 3)
-    return ends(ddp, inner)
+    runs.assert_same(wrapper.calls, 3)
+    return runs.ends(ddp, inner)
 
 
 REFUSED = {
@@ -103,11 +92,11 @@ REFUSED = {
 }
 
 
-@cases(REFUSED)
+@runs.cases(REFUSED)
 def check_refused(wrap, kind, words):
-    ddp = make_ddp()
+    ddp = runs.make_ddp()
     with pytest.raises(kind, match=words):
-        overlap_optimizer(ddp, wrap(adamw(ddp)), steps_per_parameter=True)
+        overlap_optimizer(ddp, wrap(runs.adamw(ddp)), steps_per_parameter=True)
 
 
 def check_module_of_fsdp():
@@ -115,10 +104,10 @@ def check_module_of_fsdp():
 
     model = fully_shard(torch.nn.Linear(4, 4))
     with pytest.raises(TypeError, match="which FSDP averages: wrap the module in DDP"):
-        overlap_optimizer(model, adamw(model))
+        overlap_optimizer(model, runs.adamw(model))
 
 
-check = on_ranks(__name__, timeout=60)
+check = runs.on_ranks(__name__, timeout=60)
 
 
 def test_wrapped_objects(check):
