@@ -88,7 +88,7 @@ REFUSED = {
         ConfigError,
         "Delegates calls its own GradScaler",
     ),
-    "does more": (Masks, UnsupportedOptimizerError, "trial of Masks failed"),
+    "does more": (Masks, UnsupportedOptimizerError, "step of Masks has set its attribute 'calls'"),
 }
 
 
