@@ -113,7 +113,7 @@ class AutoState(HookState):
 
     @property
     def _in_use(self) -> Candidate:
-        return self.candidates[(self.choice or self._turn).candidate]
+        return self.candidates[self._turn.candidate]
 
     def bind(self, ddp: DistributedDataParallel) -> "Self":
         """Bind this state and those of its candidates to a model; see :meth:`HookState.bind`."""
@@ -340,7 +340,7 @@ class AutoState(HookState):
         self._turn = TrialPass(next(iter(self.candidates)))
 
     def _choose(self, choice: Choice) -> None:
-        self._now = choice
+        self._now, self._turn = choice, TrialPass(choice.candidate)
         super().close()
         chosen = self._in_use
         for candidate in self.candidates.values():
