@@ -124,6 +124,22 @@ def check_bits(step_inside, make, view):
     runs.assert_same(runs.snapshot(ddp), runs.snapshot(other))
 
 
+@runs.cases({name: WAYS[name] for name in ("hook_then_optimizer", "register_fused_optim", "in backward")})
+def check_a_rank_without_any_data(step_inside, make):
+    """It takes part in averages under join() though its model is never called."""
+    ddp = runs.make_ddp()
+    step_inside(ddp)
+    count = 3 * (dist.get_rank() == 0)
+    with ddp.join():
+        for x in runs.batches(3)[:count]:
+            ddp.zero_grad()
+            runs.backward(ddp, x)
+    other, optimizer, _ = runs.start(make, overlapped=False)
+    with other.join():
+        runs.train_on(other, optimizer, runs.batches(3)[:count])
+    runs.assert_same(runs.snapshot(ddp), runs.snapshot(other))
+
+
 @runs.cases({"step() is called": (True,), "not": (False,)})
 @runs.as_ordinary
 def check_step_left_in_the_loop(call_step, *, overlapped):

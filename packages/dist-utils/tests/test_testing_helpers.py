@@ -50,6 +50,7 @@ def _quantized(scale):
         ({"b", "a", ("c", 1)}, {("c", 1), "a", "b"}),
         (SimpleNamespace(x=torch.ones(1)), SimpleNamespace(x=torch.ones(1))),
         (np.array([{"a": torch.ones(2)}]), np.array([{"a": torch.ones(2)}])),
+        ([torch.optim.SGD], [torch.optim.SGD]),
     ],
 )
 def test_same_bits(left, right):
@@ -71,6 +72,7 @@ def test_same_bits(left, right):
         (SimpleNamespace(x=torch.tensor(1.0)), SimpleNamespace(x=torch.tensor(1 + 2**-20))),
         (SimpleNamespace(x=1), SimpleNamespace(y=1)),
         ({"a"}, {"b"}),
+        ([torch.optim.SGD], [torch.optim.Adam]),
     ],
 )
 def test_other_bits(left, right):

@@ -65,7 +65,7 @@ class EngineSlot:
 
 @functools.cache
 def start_before_forward() -> None:
-    """Let every DDP model start the engines of its hooks when it is called.
+    """Let every DDP model start the engines of its hooks when it is called, or takes part in ``join()``.
 
     A global forward pre-hook would do, too, but every module in the process would call it, and no compiler
     can trace it. ``replicate()`` calls the same method. No public name up to torch 2.15.
@@ -80,7 +80,15 @@ def start_before_forward() -> None:
         return pre_forward(ddp, *args, **kwargs)
 
     model_class: Any = DistributedDataParallel
+    join_hook = model_class.join_hook
+
+    @functools.wraps(join_hook)
+    def start_before_join(ddp: DistributedDataParallel, **options: Any) -> Any:
+        start(ddp)  # a rank without any data never calls the model
+        return join_hook(ddp, **options)
+
     model_class._pre_forward = start_before  # noqa: SLF001
+    model_class.join_hook = start_before_join
 
 
 before_start: list[Callable[[DistributedDataParallel], None]] = []

@@ -158,7 +158,7 @@ def _children(value: Any) -> Sequence[tuple[object, Any]] | None:
         return [("integers", value.int_repr()), ("values", value.dequantize())]
     if isinstance(value, Mapping):
         return list(value.items())
-    if callable(getattr(value, "state_dict", None)):
+    if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
         return list(value.state_dict().items())
     if isinstance(value, (set, frozenset)):
         return list(enumerate(sorted(value, key=repr)))
