@@ -42,7 +42,6 @@ class Task(Protocol):
 
 
 CHARACTERS, CONTEXT = 128, 32
-HELD_OUT_WINDOWS = 1024
 
 
 class LanguageModel(nn.Module):
@@ -104,11 +103,15 @@ class Language:
     Args:
         batch: Windows per rank and step.
         rate: AdamW's learning rate.
+        held_out_windows: For the held-out loss.
         sizes: Of :class:`LanguageModel`.
     """
 
-    def __init__(self, batch: int = 4, rate: float = 3e-3, **sizes: int) -> None:
-        self.batch, self._rate, self._sizes = batch, rate, sizes
+    def __init__(
+        self, batch: int = 4, rate: float = 3e-3, held_out_windows: int = 1024, **sizes: int
+    ) -> None:
+        self.batch = batch
+        self._rate, self._held_out_windows, self._sizes = rate, held_out_windows, sizes
         files = library_files()
         self._held_out = read(files[::10])
         self._text = read(file for index, file in enumerate(files) if index % 10)
@@ -132,7 +135,7 @@ class Language:
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return the loss on windows spread over the held-out files."""
-        last, count = len(self._held_out) - CONTEXT - 1, HELD_OUT_WINDOWS
+        last, count = len(self._held_out) - CONTEXT - 1, self._held_out_windows
         starts = torch.arange(count) * last // (count - 1)
         parts = [next_character_loss(model, self._held_out, some).item() for some in torch.split(starts, 64)]
         return {"loss": statistics.fmean(parts)}

@@ -78,7 +78,7 @@ def quantize_all_gather(
         keep_for_backward: Keep what was received in the forward pass for the backward pass, which then
             gathers nothing: a byte a value of the whole model on every rank, from the forward to the backward
             pass of each module. Modules that stay gathered, or are resharded to a number of ranks, are not
-            kept.
+            kept; a checkpoint over several modules gathers them again where it repeats them.
         differences: Send between hosts how the shard differs from what was gathered last, in 4 bits, and
             inside hosts weights as they are: those of the forward pass differ by the rounding of a change,
             and not of a value. What it loses is in the next difference. What has not changed keeps its bits.
@@ -140,8 +140,8 @@ class GatherHandle(Replacement):
         self._agreements: dict[dist.ProcessGroup, OrderedWorker] = {}
         self._counter = GatherCounter()
         super().__init__(model)
-        reuses = self._options.keep_for_backward or self._options.differences
-        self._forwards = ForwardPasses(self._modules if reuses else [], self._drop_kept)
+        keepers = self._modules if self._options.keep_for_backward else []
+        self._forwards = ForwardPasses(keepers, self._drop_kept)
         self._gathers = {module: self._gather_of(module) for module in self._modules}
         self._warn_if_nothing_is_quantized()
         self._replace()

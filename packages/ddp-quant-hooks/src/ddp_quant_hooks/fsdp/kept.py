@@ -70,14 +70,9 @@ class ForwardPasses:
         ]
 
     @property
-    def running(self) -> bool:
-        """Whether there is one."""
-        return bool(self._recorded)
-
-    @property
     def recorded(self) -> bool:
-        """Whether autograd records the innermost one, for a backward pass."""
-        return self.running and self._recorded[-1]
+        """Whether autograd records the innermost one, for a backward pass; not if there is none."""
+        return bool(self._recorded) and self._recorded[-1]
 
     def stop(self) -> None:
         """Watch no more."""

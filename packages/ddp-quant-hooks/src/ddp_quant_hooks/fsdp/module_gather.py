@@ -27,7 +27,7 @@ from ddp_quant_hooks.statistics import bytes_around_ring
 from ddp_quant_hooks.tensors.calls import outside_graphs
 from dist_utils import OrderedWorker, start_messages
 from dist_utils.process_groups import Arrival, record_use, runs_on_host
-from dist_utils.torch_compat import all_gather_single, inside_backward, private, profiler_range
+from dist_utils.torch_compat import all_gather_single, private, profiler_range
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,6 @@ class ModuleGather(Substitute):
     ) -> None:
         self._module, self._options, self._counter = module, options, counter
         self._before, self._forwards = before, forwards
-        self._gathered_versions: list[int] = []
         self._hosts = hosts = tuple(agreement.hosts())
         self._group: dist.ProcessGroup = module.group.mesh_info.shard_process_group
         me, flat = self._group.rank(), options.intra_node == "flat"
@@ -271,18 +270,13 @@ class ModuleGather(Substitute):
         return self._is_direct and not runs_on_host(self._group, device)
 
     def _gathers_again(self) -> bool:
-        """Return whether a backward pass needs what was gathered last.
+        """Return whether the module's own backward pass needs what its forward pass has gathered.
 
-        A forward pass that runs inside a backward pass does only if no shard has changed meanwhile, as where
-        a checkpoint repeats one.
+        A forward pass or ``unshard()`` inside of another backward pass may find changed shards; those that
+        have not changed keep their bits. FSDP knows which of them gathers, alike on all ranks.
         """
-        # What changes a DTensor does not count as a change of its shard.
-        changeable = [*self._shards(), *(one.sharded_param for one in self._module.group.fsdp_params)]
-        versions = [tensor._version for tensor in changeable]  # noqa: SLF001 - documented by torch
-        again = inside_backward() and (not self._forwards.running or versions == self._gathered_versions)
-        if not again:
-            self._gathered_versions = versions
-        return again
+        state = private(self._module.group, "_training_state", "telling passes apart")
+        return bool(state.name == "PRE_BACKWARD")
 
     def _shards(self) -> list[torch.Tensor]:
         """Return this rank's shard of each parameter, padded and flat."""
@@ -297,7 +291,6 @@ class ModuleGather(Substitute):
             and self._module.group.post_forward_mesh_info is sharded_as
             and self._module.group.unshard_in_backward
             and self._forwards.recorded
-            and not inside_backward()
         )
 
     def _restore_kept(self, form: ShardFormat, output: torch.Tensor) -> None:
