@@ -488,13 +488,19 @@ def _start_over_on_all_ranks(net, handle):
         assert_same(layer.seen["backward"][-1], weights)
 
 
-def _alone(rank):
-    """A rank that forgets its copies alone is an error on both at once; start_over() on both goes on."""
-    net = shard_layers(watched_layers(), init_device_mesh("cpu", (2,)))
+def _start_over_alone(rank, net):
+    """Gather a few times, and forget the copies on rank 1; return the handle."""
     handle = quantize_all_gather(net, **OURS)
     train(net, 2)
     if rank == 1:
         handle.start_over()
+    return handle
+
+
+def _alone(rank):
+    """A rank that forgets its copies alone is an error on both at once; start_over() on both goes on."""
+    net = shard_layers(watched_layers(), init_device_mesh("cpu", (2,)))
+    handle = _start_over_alone(rank, net)
     theirs, own = (0, 2) if rank == 0 else (2, 0)
     match = rf"'0': {theirs} gathers have changed the copies of rank {1 - rank}, but {own} those of this rank"
     with pytest.raises(RuntimeError, match=match):
@@ -510,10 +516,7 @@ def _alone_on_hosts(rank):
     """Where each host has two ranks, all of them are told before they hand anything on."""
     take_host_name("0011"[rank])
     net = shard_layers(watched_layers(), init_device_mesh("cpu", (4,)))
-    handle = quantize_all_gather(net, **OURS)
-    train(net, 2)
-    if rank == 1:
-        handle.start_over()
+    handle = _start_over_alone(rank, net)
     other = r"copies of rank \d, but" if rank in (1, 3) else f"copies of rank {rank + 1} on this host"
     with pytest.raises(RuntimeError, match=other):
         net(_batch(0))
@@ -527,10 +530,7 @@ def test_a_rank_that_starts_over_alone_is_told_to_all_ranks_of_hosts():
 def _while_it_gathers(rank):
     """A failed asynchronous gather gives no weights when FSDP waits again; start_over() ends running ones."""
     net = shard_layers(watched_layers(), init_device_mesh("cpu", (2,)))
-    handle = quantize_all_gather(net, **OURS)
-    train(net, 2)
-    if rank == 1:
-        handle.start_over()
+    handle = _start_over_alone(rank, net)
     with pytest.raises(RuntimeError, match="gathers have changed the copies of rank"):
         net[0].unshard(async_op=True).wait()
     net[0].unshard(async_op=True).wait()

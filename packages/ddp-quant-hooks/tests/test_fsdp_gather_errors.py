@@ -198,27 +198,25 @@ def _agreed_before(rank):
     _refused(AgreementError, r"float32.* on rank 0, .*bfloat16.* on rank 2", net)
 
 
-def _replicas(rank):
-    """Replicas have the same options, and hear of a problem of another one."""
-    net = sharded(nodes_and_shards())
-    _refused(AgreementError, r"min_bytes is 0 on rank \d, 7 on rank \d", net, min_bytes=7 * (rank // 2))
+def _compare_options(rank, net, other_half):
+    """Options that differ between halves of the ranks, and a problem of one rank, are errors on all ranks."""
+    _refused(AgreementError, r"min_bytes is 0 on rank \d, 7 on rank \d", net, min_bytes=7 * other_half)
     if rank == 0:
         _refused(ValueError, "bits=4", net, bits=4)
     else:
         _refused(AgreementError, r"rank \d cannot go on: .*bits=4", net)
     quantize_all_gather(net, min_bytes=0)
+
+
+def _replicas(rank):
+    """Replicas have the same options, and hear of a problem of another one."""
+    _compare_options(rank, sharded(nodes_and_shards()), rank // 2)
 
 
 def _tensor_parallelism(rank):
     """Ranks that hold other parts of the same tensors have the same options, and hear of a problem, too."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-    net = Halves(mesh, mesh["shard"])
-    _refused(AgreementError, r"min_bytes is 0 on rank \d, 7 on rank \d", net, min_bytes=7 * (rank % 2))
-    if rank == 0:
-        _refused(ValueError, "bits=4", net, bits=4)
-    else:
-        _refused(AgreementError, r"rank \d cannot go on: .*bits=4", net)
-    quantize_all_gather(net, min_bytes=0)
+    _compare_options(rank, Halves(mesh, mesh["shard"]), rank % 2)
 
 
 def _several_groups(rank):

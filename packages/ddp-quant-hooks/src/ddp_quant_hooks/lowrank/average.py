@@ -284,8 +284,8 @@ class LowRank(Average):
             of_sections = [torch.split(one, way.matrix_lengths) for one in (row, lost)]
             for one, rest, error in zip(factors, *of_sections, strict=True):
                 one.add(rest, error)
-        sent = sum(plan.bytes_sent for plan in way.plans)
-        return sent, sum(plan.bytes_between_hosts for plan in way.plans)
+        plans = way.plans
+        return sum(plan.bytes_sent for plan in plans), sum(plan.bytes_between_hosts for plan in plans)
 
     def _average_section(
         self, group: dist.ProcessGroup, factors: Factors, section: Section, task: LowRankTask
@@ -384,12 +384,10 @@ def _factors_of(
     left_overs: Sequence[torch.Tensor | None] = [None] * len(arrangements)
     if left_over is not None:
         left_overs = torch.split(left_over, way.matrix_lengths)
+    rights, next_rights = torch.split(right, of_each), torch.split(next_right, of_each)
     return [
-        Factors(arrangement, values, residual, new_residual, *rights, left)
-        for arrangement, rights, left in zip(
-            arrangements,
-            zip(torch.split(right, of_each), torch.split(next_right, of_each), strict=True),
-            left_overs,
-            strict=True,
+        Factors(arrangement, values, residual, new_residual, last, following, left)
+        for arrangement, last, following, left in zip(
+            arrangements, rights, next_rights, left_overs, strict=True
         )
     ]
