@@ -25,6 +25,7 @@ namespace block_math {
 
 constexpr int32_t kInfinityBits = 0x7f800000;
 constexpr float kLargest = 3.40282346638528859812e+38f;
+constexpr float kLargestBFloat16 = 3.38953138925153547590e+38f;
 
 BLOCK_MATH uint32_t bits_of(float value) {
     uint32_t bits;
@@ -100,7 +101,7 @@ struct Float32 {
 struct BFloat16 {
     using Stored = uint16_t;
     BLOCK_MATH float widen(uint16_t half) { return float_of_bfloat16(half); }
-    BLOCK_MATH uint16_t narrow(float value) { return bfloat16_of(clamp_to(value, 3.38953138925153547590e+38f)); }
+    BLOCK_MATH uint16_t narrow(float value) { return bfloat16_of(clamp_to(value, kLargestBFloat16)); }
 };
 
 struct Float16 {

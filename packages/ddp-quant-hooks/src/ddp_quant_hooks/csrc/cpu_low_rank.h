@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "cpu_rotation.h"
@@ -55,15 +56,30 @@ BLOCK_MATH void stored(Floats<kLanes> values, float* to) {
 }
 
 // Requests the memory of kRows rows that come next, of the 16 columns from `column` on: while others are computed, as
-// loading does not overlap arithmetic by itself. 64 bytes are a cache line of values, and half of one of bf16.
+// loading does not overlap arithmetic by itself. Into the L2 cache: the L1 cache is full of factors, and has too few
+// requests under way. 64 bytes are a cache line of values, and half of one of bf16.
 template <int kRows>
 BLOCK_MATH void request_rows(const Work& work, int64_t value_bytes, int64_t row, int64_t column) {
 #pragma GCC unroll 4
     for (int i = 0; i < kRows; ++i) {
         int64_t at = (row + i) * work.columns + column;
-        __builtin_prefetch(static_cast<const char*>(work.values) + at * value_bytes);
-        if (column % 32 == 0) __builtin_prefetch(work.residual + at);
+        __builtin_prefetch(static_cast<const char*>(work.values) + at * value_bytes, 0, 2);
+        if (column % 32 == 0) __builtin_prefetch(work.residual + at, 0, 2);
     }
+}
+
+// Writes the sums of values and their residuals; see with_residual().
+template <class Value>
+BLOCK_MATH void add_residual(const typename Value::Stored* __restrict values, const uint16_t* __restrict residual,
+                             int64_t count, float* __restrict to) {
+    // Hardly ever is a sum not finite, and all others need no further look: so all are looked at together.
+    int32_t largest = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        to[i] = Value::widen(values[i]) + float_of_bfloat16(residual[i]);
+        largest = std::max(largest, magnitude_bits(to[i]));
+    }
+    if (largest >= kInfinityBits)
+        for (int64_t i = 0; i < count; ++i) to[i] = with_residual(Value::widen(values[i]), residual[i]);
 }
 
 // Writes `count` elements of the matrix, from row `row` and column `column` on, and zeros up to a multiple of 16.
@@ -71,12 +87,10 @@ template <class Value>
 BLOCK_MATH void load_matrix(const Work& work, int64_t row, int64_t column, int64_t count, float* __restrict to) {
     int64_t start = row * work.columns + column;
     auto values = static_cast<const typename Value::Stored*>(work.values) + start;
-    if (work.residual) {
-        const uint16_t* residual = work.residual + start;
-        for (int64_t i = 0; i < count; ++i) to[i] = with_residual(Value::widen(values[i]), residual[i]);
-    } else {
+    if (work.residual)
+        add_residual<Value>(values, work.residual + start, count, to);
+    else
         for (int64_t i = 0; i < count; ++i) to[i] = Value::widen(values[i]);
-    }
     for (int64_t i = count; i % kSums; ++i) to[i] = 0.0f;
 }
 
@@ -112,6 +126,15 @@ BLOCK_MATH void add_products(const float* matrix, const float* right, int64_t co
             for (int k = 0; k < kFactors; ++k)
                 stored<kLanes>(sum[row][k], sums + (row * rank + k) * kSums + part * kLanes);
     }
+}
+
+// Returns the sum of kSums sums, the first half added to the second again and again. Written as vectors: the compiler
+// does not vectorize such short loops.
+BLOCK_MATH float added_in_pairs(const float* sums) {
+    float halves[kSums / 2], quarters[kSums / 4];
+    stored<8>(loaded<8>(sums) + loaded<8>(sums + 8), halves);
+    stored<4>(loaded<4>(halves) + loaded<4>(halves + 4), quarters);
+    return (quarters[0] + quarters[2]) + (quarters[1] + quarters[3]);
 }
 
 template <int kLanes, class Value>
@@ -152,10 +175,7 @@ BLOCK_MATH void multiply(const Work& work, int64_t first, int64_t last) {
         }
         for (int64_t i = 0; i < rows; ++i)
             for (int64_t k = 0; k < rank; ++k) {
-                float* of_row = sums.data() + (i * rank + k) * kSums;
-                for (int64_t half = kSums / 2; half; half /= 2)
-                    for (int64_t lane = 0; lane < half; ++lane) of_row[lane] += of_row[half + lane];
-                work.sums[k * work.rows + row + i] = of_row[0];
+                work.sums[k * work.rows + row + i] = added_in_pairs(sums.data() + (i * rank + k) * kSums);
             }
     }
 }
@@ -234,57 +254,76 @@ BLOCK_MATH void multiply_transposed(const Work& work, int64_t first, int64_t las
 
 // ---- matrix = left . mean_right, and what is left of the rank's own: matrix - left . right ----
 
-// Writes products of two rows of the left factor with a tile of both right factors, which are next to each other.
-template <int kLanes, class Request>
-BLOCK_MATH void multiply_factors(const float* left, const float* factors, int64_t columns, int64_t rank, float* own,
-                                 float* mean, Request request) {
-    constexpr int kVectors = 2;
-    constexpr int64_t kColumns = kVectors * kLanes;
-    for (int64_t column = 0; column < columns; column += kColumns) {
-        request(column);
-        Floats<kLanes> of_own[2][kVectors] = {}, of_mean[2][kVectors] = {};
-        const float* from = factors + 2 * column * rank;
-        for (int64_t k = 0; k < rank; ++k, from += 2 * kColumns) {
-            Floats<kLanes> weight[2] = {Floats<kLanes>{} + left[2 * k], Floats<kLanes>{} + left[2 * k + 1]};
-#pragma GCC unroll 2
-            for (int i = 0; i < kVectors; ++i) {
-                Floats<kLanes> right = loaded<kLanes>(from + i * kLanes);
-                Floats<kLanes> mean_right = loaded<kLanes>(from + kColumns + i * kLanes);
-                of_own[0][i] += weight[0] * right;
-                of_own[1][i] += weight[1] * right;
-                of_mean[0][i] += weight[0] * mean_right;
-                of_mean[1][i] += weight[1] * mean_right;
-            }
-        }
-#pragma GCC unroll 2
-        for (int i = 0; i < 2; ++i)
-#pragma GCC unroll 2
-            for (int part = 0; part < kVectors; ++part) {
-                stored<kLanes>(of_own[i][part], own + i * kTile + column + part * kLanes);
-                stored<kLanes>(of_mean[i][part], mean + i * kTile + column + part * kLanes);
-            }
+// As bfloat16_of() and Value::narrow() do, which the compiler vectorizes in long loops only.
+template <int kLanes>
+BLOCK_MATH void store_bfloat16(Floats<kLanes> values, uint16_t* to) {
+    using Bits = typename cpu_rotation::Vectors<kLanes>::Bits;
+    typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+    Bits bits = reinterpret_cast<Bits>(values), rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    Bits or_nan = (bits & 0x7fffffffu) > 0x7f800000u ? Bits{} + 0x7fc0u : rounded;
+    Halves halves = __builtin_convertvector(or_nan, Halves);
+    memcpy(to, &halves, sizeof halves);
+}
+
+template <int kLanes, class Value>
+BLOCK_MATH void store_narrowed(Floats<kLanes> values, typename Value::Stored* to) {
+    if constexpr (std::is_same_v<Value, Float32>) {
+        stored<kLanes>(values == values ? values : Floats<kLanes>{} + quiet_nan(), to);
+    } else if constexpr (std::is_same_v<Value, BFloat16>) {
+        Floats<kLanes> limit = Floats<kLanes>{} + kLargestBFloat16;
+        values = values < -limit ? -limit : values;
+        store_bfloat16<kLanes>(values > limit ? limit : values, to);
+    } else {
+        float numbers[kLanes];
+        stored<kLanes>(values, numbers);
+        for (int lane = 0; lane < kLanes; ++lane) to[lane] = Value::narrow(numbers[lane]);
     }
 }
 
-// Writes the mean to a part of a row, and to the residual what `own` leaves of the values and the residual before.
+constexpr int kRestored = 2;  // rows, and vectors of each, at once
+
+// Where a row of the mean and one of the residual go.
 template <class Value>
-BLOCK_MATH void restore_part(typename Value::Stored* __restrict values, const uint16_t* __restrict residual,
-                             uint16_t* __restrict new_residual, const float* __restrict own,
-                             const float* __restrict mean, int64_t count) {
-    if (residual)
-        for (int64_t i = 0; i < count; ++i)
-            new_residual[i] = bfloat16_of(with_residual(Value::widen(values[i]), residual[i]) - own[i]);
-    else
-        for (int64_t i = 0; i < count; ++i) new_residual[i] = bfloat16_of(Value::widen(values[i]) - own[i]);
-    for (int64_t i = 0; i < count; ++i) values[i] = Value::narrow(mean[i] == mean[i] ? mean[i] : quiet_nan());
+struct RestoredRow {
+    typename Value::Stored* values;
+    uint16_t* residual;
+};
+
+// Restores some vectors of some rows. `left` has one column of the factor after another; `factors` likewise, of both
+// right factors, next to each other.
+template <int kLanes, class Value>
+BLOCK_MATH void restore_vectors(const float* left, const float* factors, int64_t rank, const float* matrix,
+                                const RestoredRow<Value>* to, int64_t column) {
+    constexpr int64_t kColumns = kRestored * kLanes;
+    Floats<kLanes> own[kRestored][kRestored] = {}, mean[kRestored][kRestored] = {};
+    for (int64_t k = 0; k < rank; ++k, left += kRestored, factors += 2 * kColumns) {
+#pragma GCC unroll 2
+        for (int i = 0; i < kRestored; ++i) {
+            Floats<kLanes> right = loaded<kLanes>(factors + i * kLanes);
+            Floats<kLanes> mean_right = loaded<kLanes>(factors + kColumns + i * kLanes);
+#pragma GCC unroll 2
+            for (int row = 0; row < kRestored; ++row) {
+                own[row][i] += (Floats<kLanes>{} + left[row]) * right;
+                mean[row][i] += (Floats<kLanes>{} + left[row]) * mean_right;
+            }
+        }
+    }
+#pragma GCC unroll 2
+    for (int row = 0; row < kRestored; ++row)
+#pragma GCC unroll 2
+        for (int i = 0; i < kRestored; ++i) {
+            Floats<kLanes> whole = loaded<kLanes>(matrix + row * kTile + i * kLanes);
+            store_bfloat16<kLanes>(whole - own[row][i], to[row].residual + column + i * kLanes);
+            store_narrowed<kLanes, Value>(mean[row][i], to[row].values + column + i * kLanes);
+        }
 }
 
 template <int kLanes, class Value>
 BLOCK_MATH void restore(const Work& work, int64_t first, int64_t last) {
-    constexpr int64_t kColumns = 2 * kLanes;
+    using Stored = typename Value::Stored;
+    constexpr int64_t kColumns = kRestored * kLanes;
     int64_t rank = work.rank, padded = (work.columns + kColumns - 1) / kColumns * kColumns;
-    // Both right factors next to each other, padded with zeros.
-    std::vector<float> factors(static_cast<size_t>(2 * rank * padded));
+    std::vector<float> factors(static_cast<size_t>(2 * rank * padded));  // padded with zeros
     for (int64_t column = 0; column < padded; column += kColumns)
         for (int64_t k = 0; k < rank; ++k) {
             float* to = factors.data() + 2 * (column * rank + k * kColumns);
@@ -292,29 +331,41 @@ BLOCK_MATH void restore(const Work& work, int64_t first, int64_t last) {
             std::copy_n(work.right + k * work.columns + column, count, to);
             std::copy_n(work.mean_right + k * work.columns + column, count, to + kColumns);
         }
-    std::vector<float> left(static_cast<size_t>(2 * rank));
-    alignas(64) float own[2 * kTile], mean[2 * kTile];
-    for (int64_t row = first; row < last; row += 2) {
-        int64_t rows = std::min<int64_t>(2, last - row);
+    std::vector<float> left(static_cast<size_t>(kRestored * rank));
+    alignas(64) float matrix[kRestored * kTile] = {};
+    // Instead of rows behind the last one, and of columns behind the last ones.
+    Stored no_values[kRestored][kTile];
+    uint16_t no_residual[kRestored][kTile];
+    for (int64_t row = first; row < last; row += kRestored) {
+        int64_t rows = std::min<int64_t>(kRestored, last - row);
         for (int64_t k = 0; k < rank; ++k)
             for (int64_t i = 0; i < rows; ++i)
-                left[static_cast<size_t>(2 * k + i)] = work.left[k * work.rows + row + i];
-        for (int64_t column = 0; column < work.columns; column += kTile) {
-            int64_t count = std::min(kTile, work.columns - column);
-            auto next = [&](int64_t i) __attribute__((always_inline)) {
-                for (int64_t j = 0; j < kColumns; j += kSums) {
-                    request_rows<2>(work, sizeof(typename Value::Stored), row + 2, column + i + j);
-                    if ((i + j) % 32 == 0)
-                        for (int64_t k = row + 2; k < row + 4; ++k)
-                            __builtin_prefetch(work.new_residual + k * work.columns + column + i + j, 1);
+                left[static_cast<size_t>(kRestored * k + i)] = work.left[k * work.rows + row + i];
+        for (int64_t tile = 0; tile < work.columns; tile += kTile) {
+            int64_t count = std::min(kTile, work.columns - tile), whole = count / kColumns * kColumns;
+            RestoredRow<Value> to[kRestored], none[kRestored];
+            for (int64_t i = 0; i < kRestored; ++i) {
+                none[i] = {no_values[i], no_residual[i]};
+                int64_t start = (row + i) * work.columns + tile;
+                to[i] = i < rows ? RestoredRow<Value>{static_cast<Stored*>(work.values) + start, work.new_residual + start}
+                                 : none[i];
+                if (i < rows) load_matrix<Value>(work, row + i, tile, count, matrix + i * kTile);
+            }
+            const float* both = factors.data() + 2 * tile * rank;
+            for (int64_t column = 0; column < count; column += kColumns) {
+                for (int64_t i = 0; i < kColumns; i += kSums) {
+                    int64_t at = tile + column + i;
+                    request_rows<kRestored>(work, sizeof(Stored), row + 2 * kRestored, at);
+                    if (at % 32 == 0)
+                        for (int64_t k = row + 2 * kRestored; k < row + 3 * kRestored; ++k)
+                            __builtin_prefetch(work.new_residual + k * work.columns + at, 1, 2);
                 }
-            };
-            multiply_factors<kLanes>(left.data(), factors.data() + 2 * column * rank, count, rank, own, mean, next);
+                restore_vectors<kLanes, Value>(left.data(), both + 2 * column * rank, rank, matrix + column,
+                                               column < whole ? to : none, column);
+            }
             for (int64_t i = 0; i < rows; ++i) {
-                int64_t start = (row + i) * work.columns + column;
-                restore_part<Value>(static_cast<typename Value::Stored*>(work.values) + start,
-                                    work.residual ? work.residual + start : nullptr, work.new_residual + start,
-                                    own + i * kTile, mean + i * kTile, count);
+                std::copy(no_values[i] + whole, no_values[i] + count, to[i].values + whole);
+                std::copy(no_residual[i] + whole, no_residual[i] + count, to[i].residual + whole);
             }
         }
     }
