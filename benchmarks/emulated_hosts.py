@@ -26,6 +26,7 @@ _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter"
 
 
 _MOST_HOSTS = 254
+_SUBNET = "10.77.0.0/24"
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit")
 _BURST_SECONDS, _PACKET_BYTES = 1e-3, 1 << 11
 
@@ -43,19 +44,16 @@ def address(index: int) -> str:
     return f"10.77.0.{index + 1}"
 
 
-def require_rate(rate: str) -> None:
-    """Raise ``ValueError`` for an invalid rate: tc would take a negative one and limit nothing."""
+def bytes_a_second(rate: str) -> float:
+    """Return what a rate for ``tc`` stands for.
+
+    Raises:
+        ValueError: It is invalid: tc would take a negative one and limit nothing.
+    """
     found = _RATE.fullmatch(rate)
     if found is None or float(found[1]) == 0:
         raise ValueError(f"rate must be a positive number with kbit, mbit or gbit, got {rate!r}")
-
-
-def _burst(rate: str) -> int:
-    """Return how many bytes may pass at once: those of a millisecond, or a packet: a link has no more."""
-    found = _RATE.fullmatch(rate)
-    assert found is not None
-    bits = float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
-    return max(_PACKET_BYTES, round(bits / 8 * _BURST_SECONDS))
+    return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]] / 8
 
 
 def holder(host: Host) -> int:
@@ -92,7 +90,8 @@ def emulated_hosts(count: int, *, rate: str = "1gbit") -> Iterator[list[Host]]:
         ValueError: The rate is invalid, or there are too many hosts.
         EmulationUnavailableError: The system refuses, or a tool is missing.
     """
-    require_rate(rate)
+    # At once pass the bytes of a millisecond, or a packet: a link has no more.
+    burst = max(_PACKET_BYTES, round(bytes_a_second(rate) * _BURST_SECONDS))
     if not 1 <= count <= _MOST_HOSTS:
         raise ValueError(f"count must be from 1 to {_MOST_HOSTS}, got {count}")
     for tool, package in _TOOLS.items():
@@ -111,7 +110,7 @@ def emulated_hosts(count: int, *, rate: str = "1gbit") -> Iterator[list[Host]]:
         namespaces = [_namespace([*bridge, "unshare", "--net"], stack) for _ in range(count)]
         _run(bridge, "ip link add bridge0 type bridge")
         _run(bridge, "ip link set bridge0 up")
-        limit = f"root tbf rate {rate} burst {_burst(rate)} latency 50ms"
+        limit = f"root tbf rate {rate} burst {burst} latency 50ms"
         for index, namespace in enumerate(namespaces):
             host, port = inside(namespace), f"port{index}"
             _run(bridge, f"ip link add {port} type veth peer name eth0 netns {namespace}")
@@ -121,6 +120,8 @@ def emulated_hosts(count: int, *, rate: str = "1gbit") -> Iterator[list[Host]]:
             _run(host, "ip link set eth0 up")
             _run(host, "ip link set lo up")
             _run(host, f"tc qdisc add dev eth0 {limit}")
+            # As most systems have it. BBR, the default of some, takes a limited link for a faster one.
+            _run(host, f"ip route replace {_SUBNET} dev eth0 congctl cubic")
         yield [inside(namespace) for namespace in namespaces]
 
 
