@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_optim_overlap.model import averaged_parameters, require_group
 from ddp_optim_overlap.optimizers.admission import require_supported
 from ddp_optim_overlap.optimizers.step_calls import LoopStepper
-from ddp_optim_overlap.optimizers.stepper import Stepper
+from ddp_optim_overlap.optimizers.stepper import Stepper, StepsEach
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.slot import EngineSlot, start_before_forward
@@ -70,24 +70,11 @@ class OptimizerHookState:
 
     def stepper_for(self, ddp: DistributedDataParallel) -> Stepper:
         """Return what steps a model's parameters."""
-        if isinstance(self.functional_optimizer, torch.optim.Optimizer):
+        functional = self.functional_optimizer
+        if isinstance(functional, torch.optim.Optimizer):
             return self._stepper
         parameters = self.params_to_optimize or averaged_parameters(ddp)
-        return Stepper([_Functional(parameters, self.functional_optimizer)])
-
-
-class _Functional(torch.optim.Optimizer):
-    """Steps one parameter after another with ``step_param``."""
-
-    def __init__(self, params: Iterable[torch.Tensor], functional: FunctionalOptimizer) -> None:
-        super().__init__(params, {})
-        self._functional = functional
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        del closure
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self._functional.step_param(parameter, parameter.grad)
+        return Stepper([StepsEach(parameters, lambda one: functional.step_param(one, one.grad))])
 
 
 def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> CommHook:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.model import averaged_parameters
 from ddp_optim_overlap.optimizers.admission import require_plain_step
 from ddp_optim_overlap.optimizers.partial_steps import note_writes
-from ddp_optim_overlap.optimizers.stepper import Stepper
+from ddp_optim_overlap.optimizers.stepper import Stepper, StepsEach
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.slot import (
     EngineSlot,
@@ -45,7 +45,7 @@ class _InBackward:
     def step(self, parameter: torch.Tensor) -> None:
         """Step with the gradient of this process, unless a DDP model averages it first."""
         if self.optimizers and not self.averaged_by:
-            _step_with(self.optimizers, parameter)
+            _step_with_own(parameter)
             parameter.grad = None
 
 
@@ -157,29 +157,17 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
 
     def make(ddp: DistributedDataParallel, hook_state: object) -> Engine:
         del hook_state
-        _of_models[ddp] = each = _OfEach(_parameters_with_own(ddp))
+        _of_models[ddp] = each = StepsEach(_parameters_with_own(ddp), _step_with_own)
         return Engine(ddp, Stepper([each], drops_gradients=True), None, None, skips_unused=True)
 
     start_before_forward()
     return EngineSlot(make).hook
 
 
-class _OfEach(torch.optim.Optimizer):
-    """Steps each parameter with its own optimizers."""
-
-    def __init__(self, params: Iterable[torch.Tensor]) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        del closure
-        for parameter in self.param_groups[0]["params"]:
-            _step_with(_optimizers_of(parameter), parameter)
-
-
-def _step_with(optimizers: Sequence[torch.optim.Optimizer], parameter: torch.Tensor) -> None:
+def _step_with_own(parameter: torch.Tensor) -> None:
     """Step a parameter with each of its own optimizers."""
     note_writes([parameter])
-    for optimizer in optimizers:
+    for optimizer in _optimizers_of(parameter):
         optimizer.step()
 
 
@@ -188,7 +176,7 @@ def _optimizers_of(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:
     return [] if ours is None else ours.optimizers
 
 
-_of_models: weakref.WeakKeyDictionary[DistributedDataParallel, _OfEach] = weakref.WeakKeyDictionary()
+_of_models: weakref.WeakKeyDictionary[DistributedDataParallel, StepsEach] = weakref.WeakKeyDictionary()
 
 _claimed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 """Models that have been called since the last call of :func:`apply_optimizer_in_backward`."""

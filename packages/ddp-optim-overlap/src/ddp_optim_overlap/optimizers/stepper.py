@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,25 @@ from ddp_optim_overlap.optimizers.admission import (
 )
 from ddp_optim_overlap.optimizers.partial_steps import PartialSteps
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch
+
+
+class StepsEach(torch.optim.Optimizer):
+    """Steps one parameter after another.
+
+    Args:
+        params: The parameters.
+        step_one: Steps a parameter with its ``.grad``.
+    """
+
+    def __init__(self, params: Iterable[torch.Tensor], step_one: Callable[[torch.Tensor], object]) -> None:
+        super().__init__(params, {})
+        self._step_one = step_one
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step all parameters."""
+        del closure
+        for parameter in self.param_groups[0]["params"]:
+            self._step_one(parameter)
 
 
 class Stepper:

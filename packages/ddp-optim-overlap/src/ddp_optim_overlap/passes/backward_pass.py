@@ -191,7 +191,7 @@ class BackwardPass:
         """Wait, for some seconds at most, until no average of a failed pass is written to a bucket."""
         deadline = time.monotonic() + _MOST_SECONDS
         for average in self._averages:
-            completes_within(average, deadline - time.monotonic())
+            completes_within(average.done, deadline - time.monotonic())
 
     def end(self) -> None:
         """Clean up after the pass, once, whether it succeeded or failed."""

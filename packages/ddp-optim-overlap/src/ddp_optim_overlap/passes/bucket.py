@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ class Bucket:
             CommunicationError: The average has failed.
             ConfigError: It is not a tensor of the bucket's size, or has not come in time.
         """
-        if seconds is not None and not completes_within(self.average, seconds):
+        if seconds is not None and not completes_within(self.average.done, seconds):
             raise ConfigError(
                 "a bucket was not averaged in time: if the communication hook waits for later buckets, leave "
                 "release_gradients out"
@@ -164,13 +164,13 @@ class KnownBuckets:
             parameter.grad = None
 
 
-def completes_within(average: torch.futures.Future[Any], seconds: float) -> bool:
-    """Wait for an average for a while; return whether it is complete, with or without an error.
+def completes_within(is_complete: Callable[[], bool], seconds: float) -> bool:
+    """Wait for communication for a while; return whether it is complete, with or without an error.
 
     A callback that ended the wait would need the interpreter on one of Gloo's threads.
     """
     deadline = time.monotonic() + seconds
-    while not average.done():
+    while not is_complete():
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_SECONDS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,15 +13,13 @@ import torch.distributed as dist
 
 from ddp_optim_overlap.errors import CommunicationError, ConfigError, OverlapError
 from ddp_optim_overlap.passes.averaging import start_all_reduce
-from ddp_optim_overlap.passes.bucket import Bucket
+from ddp_optim_overlap.passes.bucket import Bucket, completes_within
 from ddp_optim_overlap.passes.gradient_watch import is_capturing
 from dist_utils import OrderedWorker
 from dist_utils.process_groups import error_text, runs_on_host
 
 NAME = "ddp-optim-overlap"
 """The name of the worker, and the prefix of its jobs' ranges in a profiler."""
-
-_POLL_SECONDS = 0.001
 
 _Answer = Callable[[float | None], list[int]]
 """Waits for integers from all ranks, some seconds or as long as the process group allows."""
@@ -179,11 +176,8 @@ class Peers:
 
 
 def _await_on_host(work: dist.Work, values: torch.Tensor, timeout: float | None) -> list[int]:
-    deadline = None if timeout is None else time.monotonic() + timeout
-    while deadline is not None and not work.is_completed():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"a peer has not finished its step within {timeout:g} s")
-        time.sleep(_POLL_SECONDS)
+    if timeout is not None and not completes_within(work.is_completed, timeout):
+        raise TimeoutError(f"a peer has not finished its step within {timeout:g} s")
     with _errors_of_peers():
         work.wait()
     return values.tolist()
