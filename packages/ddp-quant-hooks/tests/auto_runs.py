@@ -7,7 +7,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import allreduce_hook
-from ddp_quant_hooks import AutoState, QuantizedAllreduceState, auto_hook, quantized_allreduce_hook
+from ddp_quant_hooks import (
+    AutoState,
+    LowRankState,
+    QuantizedAllreduceState,
+    auto_hook,
+    low_rank_hook,
+    quantized_allreduce_hook,
+)
 from dist_utils.testing import call_in_backward
 
 SECONDS = 0.04
@@ -32,6 +39,11 @@ def exact(seconds=0.0):
 def quantized(seconds=0.0, **options):
     """Return a candidate that averages in few bits, buckets of any size."""
     return QuantizedAllreduceState(**{"min_bytes": 0, **options}), slowed(quantized_allreduce_hook, seconds)
+
+
+def low_rank(seconds=0.0, **options):
+    """Return a candidate that averages in factors of one column, buckets of any size."""
+    return LowRankState(**{"min_bytes": 0, "rank": 1, **options}), slowed(low_rank_hook, seconds)
 
 
 class Net(torch.nn.Module):

@@ -2,14 +2,15 @@
 
 import logging
 import threading
+from functools import partial
 
 import pytest
 import torch
-from auto_runs import SECONDS, Training, exact, quantized
+from auto_runs import SECONDS, Training, exact, low_rank, quantized
 from torch.distributed.algorithms.join import Join
 
 from ddp_compress_hooks import allreduce_hook
-from ddp_quant_hooks import AutoState, QuantizedAllreduceState, quantized_allreduce_hook
+from ddp_quant_hooks import AutoState
 from ddp_quant_hooks.auto.trial import fastest, largest_of_ranks
 from dist_utils.testing import run_ranks
 
@@ -101,11 +102,14 @@ def test_modes_of_ddp_do_not_confuse_the_trial():
         assert torch.equal(weights, second[name][2]), name
 
 
-def _afterwards(rank):
+CANDIDATES = {"4 bits": partial(quantized, bits=4), "low rank": partial(low_rank, warm_up_steps=3)}
+
+
+def _afterwards(rank, kind):
     """Compare the steps from the choice on with those of the candidate; return what remains of the others."""
     del rank
-    state = AutoState(candidates={"one": quantized(bits=4), "two": quantized(bits=4)}, max_error=None)
-    training, own = Training(state), QuantizedAllreduceState(min_bytes=0, bits=4)
+    state = AutoState(candidates={one: CANDIDATES[kind]() for one in ("one", "two")}, max_error=None)
+    training, (own, hook) = Training(state), CANDIDATES[kind]()
     hooks = [(None, allreduce_hook)]
     reference = Training(None, lambda _, bucket: hooks[0][1](hooks[0][0], bucket))
     for _ in range(4):  # until DDP has rebuilt its buckets
@@ -115,7 +119,7 @@ def _afterwards(rank):
         training.step()
     with torch.no_grad():  # the reference makes the step of the choice, and all later ones
         torch.nn.utils.vector_to_parameters(before, reference.ddp.parameters())
-    hooks[0] = own, quantized_allreduce_hook
+    hooks[0] = own, hook
     reference.steps = training.steps - 1
     reference.step()
     assert torch.equal(training.weights(), reference.weights())
@@ -128,12 +132,32 @@ def _afterwards(rank):
     state.close()
     own.close()
     assert kept == [state.choice.candidate], "the residuals of others are freed"
-    return threads.count("AutoState"), threads.count("QuantizedAllreduceState")
+    return threads.count("AutoState"), threads.count(type(own).__name__)
 
 
-def test_after_the_choice_a_state_works_like_the_candidate_alone():
+@pytest.mark.parametrize("kind", CANDIDATES)
+def test_after_the_choice_a_state_works_like_the_candidate_alone(kind):
     # The threads of the candidate and of the reference are left.
-    assert run_ranks(_afterwards, 3, timeout=60) == [(0, 2)] * 3
+    assert run_ranks(_afterwards, 3, kind, timeout=60) == [(0, 2)] * 3
+
+
+def _tried(_):
+    """Return the share of bytes that low rank sends in a trial, and in the steps with which it begins."""
+    candidate = low_rank(warm_up_steps=100)
+    training = Training(
+        AutoState(candidates={"exact": exact(SECONDS), "low rank": candidate}, max_error=None)
+    )
+    while training.state.choice is None:
+        tried = candidate[0].statistics
+        training.step()
+    ratios = tried.bytes_ratio, (candidate[0].statistics - tried).bytes_ratio
+    training.state.close()
+    return ratios
+
+
+def test_candidates_are_tried_as_they_go_on_and_not_as_they_begin():
+    for tried, beginning in run_ranks(_tried, 2, timeout=60):
+        assert tried < 0.1 < beginning
 
 
 def _alone(rank):

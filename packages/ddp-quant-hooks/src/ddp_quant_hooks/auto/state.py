@@ -33,6 +33,10 @@ _VERSION = 2
 
 _MAX_ERROR = 0.03
 
+_TRIED_STEP = 1 << 20
+"""The number of the steps in which candidates are tried: as they go on, and not as some begin (low rank sends
+its first steps in other ways)."""
+
 
 class CandidateError(RuntimeError):
     """A candidate has raised during the trial; its error is the cause."""
@@ -323,11 +327,13 @@ class AutoState(HookState):
         found = trial.next_pass(Mark(device), self.worker)
         before, after = self._in_use, self.candidates[found.candidate]
         # A sample measures the error of one pass, without residuals of earlier ones.
-        anew = isinstance(found, Choice) or found.sampled is not None
+        chosen = isinstance(found, Choice)
+        anew = chosen or found.sampled is not None
         for candidate in (before, after) if anew or before is not after else ():
             if candidate.averaging is not None:
                 candidate.averaging.wait()
-                candidate.averaging.feedback.forget()  # residuals would be of a gradient from long ago
+                # Residuals would be of a gradient from long ago.
+                candidate.averaging.feedback.forget(steps=0 if chosen else _TRIED_STEP)
         if isinstance(found, TrialPass):
             self._turn = found
             return

@@ -212,11 +212,11 @@ class Feedback:
             slots = {name: slot for name, slot in kept.items() if slot.pieces}
             yield owner, OwnerResiduals(member.order, slots)
 
-    def forget(self) -> None:
-        """Start over as if nothing had been lost so far. All jobs must have run."""
+    def forget(self, steps: int = 0) -> None:
+        """Start over as if nothing had been lost so far, in so many steps. All jobs must have run."""
         self._members, self.keys = WeakIdKeyDictionary(), {}
         self._step, self._written = None, []
-        self.origin = "none"
+        self.origin, self._steps = "none", steps
 
     def multiply(self, factor: float) -> None:
         """Multiply all that is kept, and what the last step has written. All jobs must have run."""
@@ -233,12 +233,12 @@ class Feedback:
             (owner, _Member(BucketResiduals.of_owner(owner_length(owner), kept.slots), 0, kept.order))
             for owner, kept in residuals
         ]
-        self.forget()
+        self.forget(steps)
         for owner, member in loaded:
             self._members[owner] = member
             if isinstance(owner, Key):
                 self.keys[owner.name] = owner
-        self.origin, self._steps = f"of {'keys' if self.keys else 'parameters'} in step {steps}", steps
+        self.origin = f"of {'keys' if self.keys else 'parameters'} in step {steps}"
         self.loads += 1
 
     def _begin(self, kind: Kind) -> Step:
