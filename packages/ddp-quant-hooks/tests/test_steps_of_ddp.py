@@ -39,11 +39,11 @@ def _wrap(net, state, **options):
     return ddp
 
 
-def _backward(ddp, number, *arguments):
+def _backward(ddp, number, *arguments, set_to_none=True):
     generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
     x = torch.randn(4, 90, generator=generator).requires_grad_()
     ddp(x, *arguments).float().square().mean().backward()
-    ddp.zero_grad()
+    ddp.zero_grad(set_to_none)
 
 
 def _own(state):
@@ -227,14 +227,15 @@ BUCKETS = {
 
 def _unused(rank):
     """A pass on one rank has gradients in a plain bucket only; then the first bucket is not used at all."""
-    for name, options in BUCKETS.items():
+    for name, set_to_none in [*((one, True) for one in BUCKETS), ("together", False), ("apart", False)]:
+        options = BUCKETS[name]
         # DDP leaves out a bucket only if all ranks use the same parameters.
         plain_only = rank > 0 and name != "left out"
         net, state = Used(), make_state("int4", error_feedback="both")
         names = sorted(dict(net.named_parameters()))
         ddp = _wrap(net, state, **options)
         for number in range(3):
-            _backward(ddp, number, names)
+            _backward(ddp, number, names, set_to_none=set_to_none)
         for number, (used, unused) in enumerate(
             [
                 (["plain"] if plain_only else ["weights.0"], {"weights.1", "weights.2"}),
@@ -245,8 +246,8 @@ def _unused(rank):
         ):
             before = _own(state)
             assert [name for name, lost in before.items() if not lost.any()] == []
-            _backward(ddp, number, used)
-            assert differences(before, _own(state)).keys() == before.keys() - unused
+            _backward(ddp, number, used, set_to_none=set_to_none)
+            assert differences(before, _own(state)).keys() == before.keys() - unused, (name, set_to_none)
             assert _steps(state) == number + 1
         state.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -80,6 +80,35 @@ class Outcome:
         return self._any_flag[device]
 
 
+class _Gradient(NamedTuple):
+    """A parameter's gradient when its bucket came.
+
+    Attributes:
+        parameter: The parameter.
+        version: How often the gradient was written; ``None``: there was none.
+        memory: The addresses of the bucket.
+    """
+
+    parameter: torch.Tensor
+    version: int | None
+    memory: range
+
+    def is_used(self) -> bool:
+        """Return whether the parameter has got the mean, when the pass is over.
+
+        DDP gives none to parameters that no rank has used: where there is no gradient, or one that has memory
+        of its own, as of zeros, it stays as it was.
+        """
+        now = self.parameter.grad
+        if _version(now) != self.version:
+            return True
+        return now is not None and not now.is_sparse and now.data_ptr() in self.memory
+
+
+def _version(gradient: torch.Tensor | None) -> int | None:
+    return None if gradient is None else gradient._version  # noqa: SLF001 - as torch's notes on autograd call it
+
+
 class Kind(enum.Enum):
     """What makes up a step."""
 
@@ -117,8 +146,7 @@ class Step:
         self._surrounded = False
         self._last_index = -1
         self._keys: set[str] = set()
-        self._used: torch.Tensor | None = None
-        self._without_gradient: list[torch.Tensor] = []
+        self._gradients: list[_Gradient] = []
 
     @property
     def open(self) -> bool:
@@ -185,11 +213,10 @@ class Step:
         self._add(task)
         if self.outside or self._surrounded:
             return  # join() gets no gradients; reentrant checkpoints support no unused parameters
-        for parameter in bucket.parameters():
-            if parameter.grad is None:
-                self._without_gradient.append(parameter)
-            elif self._used is None:
-                self._used = parameter
+        buffer = bucket.buffer()
+        start = 0 if buffer.is_sparse else buffer.data_ptr()
+        memory = range(start, start + (0 if buffer.is_sparse else buffer.nbytes))
+        self._gradients += [_Gradient(one, _version(one.grad), memory) for one in bucket.parameters()]
 
     def add_call(self, task: int) -> None:
         """Note a call that belongs to this step."""
@@ -232,10 +259,11 @@ class Step:
 
     def _end_task(self) -> None:
         self.end_part()
+        first = next((one for one in self._gradients if one.version is not None), None)
         # An optimizer inside backward() removes all gradients, which then show nothing.
-        if self._used is not None and self._used.grad is not None:
-            self.unused += [parameter for parameter in self._without_gradient if parameter.grad is None]
-        self._without_gradient, self._used = [], None
+        if first is not None and first.parameter.grad is not None:
+            self.unused += [one.parameter for one in self._gradients if not one.is_used()]
+        self._gradients = []
 
     def end_part(self) -> None:
         """Note that a pass has ended without an error, or a block in any way."""
