@@ -328,13 +328,12 @@ class AutoState(HookState):
         found = trial.next_pass(Mark(device), self.worker)
         before, after = self._in_use, self.candidates[found.candidate]
         # A sample measures the error of one pass, without residuals of earlier ones.
-        chosen = isinstance(found, Choice)
-        anew = chosen or found.sampled is not None
+        anew = isinstance(found, Choice) or found.sampled is not None
         for candidate in (before, after) if anew or before is not after else ():
             if candidate.averaging is not None:
                 candidate.averaging.wait()
                 # Residuals would be of a gradient from long ago.
-                candidate.averaging.feedback.forget(steps=0 if chosen else _TRIED_STEP)
+                candidate.averaging.feedback.forget(0 if isinstance(found, Choice) else _TRIED_STEP)
         if isinstance(found, TrialPass):
             self._turn = found
             return
