@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -141,7 +141,8 @@ class Section(NamedTuple):
     plans: Sequence[Plan]
 
 
-class Way(NamedTuple):
+@dataclass(frozen=True)
+class Way:
     """How a bucket's values are averaged in factors, or without any.
 
     Attributes:
@@ -152,16 +153,18 @@ class Way(NamedTuple):
     sections: Sequence[Section]
     rest_plan: Plan | None
 
-    @property
+    @cached_property
     def matrix_lengths(self) -> list[int]:
         """The number of values of each section's matrices."""
         return [sum(section.arrangement.matrix_lengths) for section in self.sections]
 
-    @property
-    def plans(self) -> list[Plan]:
-        """All plans."""
+    @cached_property
+    def bytes_sent(self) -> tuple[int, int]:
+        """The bytes that a rank sends for all means, and those of them that leave the host."""
         plans = [plan for section in self.sections for plan in section.plans]
-        return plans if self.rest_plan is None else [*plans, self.rest_plan]
+        if self.rest_plan is not None:
+            plans.append(self.rest_plan)
+        return sum(plan.bytes_sent for plan in plans), sum(plan.bytes_between_hosts for plan in plans)
 
 
 class LowRankPlan(NamedTuple):
@@ -284,8 +287,7 @@ class LowRank(Average):
             of_sections = [torch.split(one, way.matrix_lengths) for one in (row, lost)]
             for one, rest, error in zip(factors, *of_sections, strict=True):
                 one.add(rest, error)
-        plans = way.plans
-        return sum(plan.bytes_sent for plan in plans), sum(plan.bytes_between_hosts for plan in plans)
+        return way.bytes_sent
 
     def _average_section(
         self, group: dist.ProcessGroup, factors: Factors, section: Section, task: LowRankTask
