@@ -17,6 +17,7 @@ from ddp_optim_overlap.passes.bucket import Bucket, completes_within
 from ddp_optim_overlap.passes.gradient_watch import is_capturing
 from dist_utils import OrderedWorker
 from dist_utils.process_groups import error_text, runs_on_host
+from dist_utils.torch_compat import private
 
 NAME = "ddp-optim-overlap"
 """The name of the worker, and the prefix of its jobs' ranges in a profiler."""
@@ -136,9 +137,9 @@ class Peers:
         group = self._worker.process_group
         if runs_on_host(group, device):
             values = self._kept = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-            private = self._private_group()
-            with _errors_of_peers():
-                work = start_all_reduce(values, private, dist.ReduceOp.MAX)
+            own_group = self._private_group()
+            with _errors_of_peers(), _unrecorded():
+                work = start_all_reduce(values, own_group, dist.ReduceOp.MAX)
             return partial(_await_on_host, work, values)
         accelerator: Any = torch.get_device_module(device)
         if device not in self._streams:
@@ -181,6 +182,21 @@ def _await_on_host(work: dist.Work, values: torch.Tensor, timeout: float | None)
     with _errors_of_peers():
         work.wait()
     return values.tolist()
+
+
+@contextlib.contextmanager
+def _unrecorded() -> Iterator[None]:
+    """Hide what this thread starts from profilers. No public name up to torch 2.15.
+
+    A meeting may end after the profiler that has seen its beginning, and Gloo's thread would write the time
+    of its end into freed memory.
+    """
+    record = private("torch.autograd", "_enable_record_function", "meetings beside a profiler")
+    record(False)
+    try:
+        yield
+    finally:
+        record(True)
 
 
 @contextlib.contextmanager
