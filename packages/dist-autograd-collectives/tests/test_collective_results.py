@@ -227,6 +227,17 @@ def test_a_sparse_gradient_of_a_result_is_made_dense():
     assert second == [[[0], [4]]] * 2
 
 
+def _alone(_):
+    x = torch.full((2,), 3.0, requires_grad=True)
+    calls = [dac.permute(x, [(0, 0)]), dac.permute(x, []), dac.gather(x)[0], dac.scatter([x])]
+    return [(y.tolist(), torch.autograd.grad(y.sum(), x)[0].tolist()) for y in calls]
+
+
+def test_a_rank_that_is_alone_sends_to_itself_or_to_nobody():
+    kept, nothing = ([3, 3], [1, 1]), ([0, 0], [0, 0])
+    assert run_ranks(_alone, 1) == [[kept, nothing, kept, kept]]
+
+
 def _own_messages(rank):
     """A user's own message is pending while a collective runs."""
     theirs = torch.zeros(2)
@@ -250,7 +261,9 @@ def _under_autocast(rank):
             whole = dac.all_gather_cat(x, sizes=[1, 2])
         waited = dac.start(dac.all_gather_cat, x, sizes=[1, 2]).wait()
         parts = dac.reduce_scatter_dim(whole, sizes=[1, 2])
-    return {whole.dtype, waited.dtype, parts.dtype}, parts.tolist()
+        compiled = torch.compile(dac.all_gather_cat, backend="eager", fullgraph=True)(x, sizes=[1, 2])
+        sent = torch.compile(dac.permute, backend="eager", fullgraph=True)(whole, [(0, 1)])
+    return {each.dtype for each in (whole, waited, parts, compiled, sent)}, parts.tolist()
 
 
 def test_autocast_leaves_dtypes_alone():

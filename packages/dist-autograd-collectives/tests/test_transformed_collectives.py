@@ -132,6 +132,23 @@ def test_every_collective_in_every_transform(how):
     assert run_ranks(_transformed, 2, _pairs((name, how) for name in COLLECTIVES), timeout=900) == [{}, {}]
 
 
+MAPPED = {
+    "nothing for one rank": lambda x: dac.all_to_all_dim(x, 0, 1, input_sizes=[len(x), 0]),
+    "mean of conjugates": lambda x: torch.view_as_real(dac.all_reduce((x * 1j).conj(), "avg")),
+}
+
+
+def _mapped(rank):
+    x = _input(rank, 2, 4, 3)
+    pairs = {name: (torch.func.vmap(_grad(f))(x), _rows(_plain_grad(f))(x)) for name, f in MAPPED.items()}
+    return {name: (one - other).abs().max().item() for name, (one, other) in pairs.items()}
+
+
+def test_gradients_are_mapped_on_all_ranks_alike():
+    for found in run_ranks(_mapped, 2, group_timeout=20):
+        assert {name: error for name, error in found.items() if not error < 1e-12} == {}
+
+
 def _cubed(x):
     return dac.all_reduce(x) ** 3
 

@@ -102,7 +102,11 @@ def _kinds(rank):
     for tensor, text in kinds if rank else []:
         with pytest.raises(TypeError, match=text):
             dac.all_reduce(tensor)
-    for call in (dac.all_reduce, lambda x: dac.scatter([x, x], 0)):
+    for call in (
+        dac.all_reduce,
+        lambda x: dac.scatter([x, x], 0),
+        lambda x: dac.all_to_all_single(x, torch.ones(80_000)),
+    ):
         freed = torch.ones(80_000)
         free_storage(freed)
         with pytest.raises(ValueError, match="storage was freed"):

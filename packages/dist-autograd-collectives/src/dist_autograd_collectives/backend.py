@@ -151,11 +151,11 @@ def best_way(linear_map: Map, x: torch.Tensor) -> Way:
 
 def begin_alone(linear_map: Map, tensors: Tensors, _: int) -> Wait:
     """Apply a map that needs no other rank; its results are new tensors."""
+    rank = linear_map.who.rank
     if linear_map.kind == "own_part":
-        rank = linear_map.who.rank
         tensors = (linear_map.parts_of(tensors)[rank],)
-        if not linear_map.sent.lengths[rank]:
-            tensors = (linear_map.zeros(tensors[0]),)
+    if linear_map.rows and not linear_map.sent.lengths[rank]:  # not even to itself
+        tensors = (linear_map.zeros(tensors[0]),)
     results = tuple([x.clone() for x in tensors])
     return lambda: results
 

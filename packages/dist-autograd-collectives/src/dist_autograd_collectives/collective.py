@@ -239,7 +239,7 @@ class _Planner(Generic[T]):
         for tensor in buffers:
             arguments.check_places(tensor)
         if not traced:
-            arguments.check_memory(inputs)
+            arguments.check_memory([*inputs, *buffers])
         # Symbolic shapes, in a graph that is recorded, have no hash.
         plan = self.function(**given) if recorded else self._plan(given)
         if not plan.question:

@@ -156,7 +156,7 @@ def all_to_all_dim(
     def join(received: Tensors) -> torch.Tensor:
         if not place:
             return received[0].view(sum(arriving), *kept[1:]).movedim(0, split_dim)
-        parts = zip(torch.split(received[0], incoming), shapes, strict=True)
+        parts = zip(maps.split(received[0], incoming), shapes, strict=True)
         return maps.concatenate([part.view(one).movedim(0, split_dim) for part, one in parts], cat_dim)
 
     return plan.returning(join)

@@ -63,6 +63,7 @@ class Reduction(NamedTuple):
         if self.name != "AVG":
             return tensor
         if tensor.is_complex():
+            tensor = tensor.resolve_conj()  # vmap knows no imaginary part of a conjugate view
             return torch.complex(_share(tensor.real, self.size), _share(tensor.imag, self.size))
         return _share(tensor, self.size) if tensor.is_floating_point() else tensor.to(torch.int64)
 
