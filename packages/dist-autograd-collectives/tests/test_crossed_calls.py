@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 import dist_autograd_collectives as dac
 from dist_utils.testing import patience, run_ranks
@@ -60,6 +61,16 @@ def _orders(rank, group):
         torch.autograd.grad(one, x, retain_graph=True)
 
 
+def _tangents(rank, group):
+    """One rank's loss is without the tangent, whose backward the other one runs first."""
+    x = _leaf(3)
+    with forward_ad.dual_level():
+        dual = dac.all_reduce(forward_ad.make_dual(x, x.cos()), group=group)
+        value, tangent = forward_ad.unpack_dual(dual)
+        (value.sum() if rank else value.sum() + 10 * tangent.sum()).backward()
+    assert x.grad.tolist() == [2, 2, 2]  # on the rank that does not wait, if there is one
+
+
 CROSSED = {
     "lengths, all_reduce": lambda r, g: dac.all_reduce(_length(r), group=g),
     "lengths, large sum": lambda r, g: dac.all_reduce(torch.ones(50_000 + r), group=g),
@@ -78,6 +89,7 @@ CROSSED = {
     "sizes, all_gather_cat": lambda r, g: dac.all_gather_cat(_length(r), sizes=[4, 3 - r], group=g),
     "dimensions": lambda r, g: dac.all_gather_stack(torch.ones(2, 2), r, group=g),
     "conventions": lambda r, g: dac.all_reduce(torch.ones(4), group=g, grad="replicated" if r else "sum"),
+    "tangents": _tangents,
     "results used": _results_used,
     "second steps": _second_steps,
     "copies": _copies,

@@ -112,7 +112,7 @@ def finish(wait: Wait, linear_map: Map) -> Tensors:
     except RuntimeError as error:
         _raise_named(error, linear_map)
     while linear_map.who.abandoned:
-        with contextlib.suppress(RuntimeError):  # nobody's error any more
+        with contextlib.suppress(RuntimeError, IndexError):  # nobody's error any more; another thread's
             linear_map.who.abandoned.pop()()
     return received
 

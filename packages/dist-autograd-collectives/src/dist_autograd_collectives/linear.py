@@ -124,7 +124,12 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> Tensors:
-        return apply(tangents, ctx.map, ctx.key, is_traced=is_traced())
+        return apply(tangents, ctx.map, _key_of_tangents(ctx.key), is_traced=is_traced())
+
+
+def _key_of_tangents(key: int) -> int:
+    """Return the key for tangents of a call: a rank may leave out their backward, or that of the values."""
+    return hash((key, 1))
 
 
 def _apply_operator(tensors: Tensors, linear_map: Map, key: int) -> Tensors:
@@ -222,7 +227,8 @@ def _one_level() -> Any:
 
         @staticmethod
         def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
-            return cast("torch.Tensor", _operator(tangent, *ctx.arguments))
+            *arguments, key = ctx.arguments
+            return cast("torch.Tensor", _operator(tangent, *arguments, _key_of_tangents(key)))
 
     return OneLevel
 
