@@ -71,6 +71,20 @@ def test_results_are_new_tensors_and_have_their_sign():
     assert run_ranks(_new_tensors, 2) == [{}, {}]
 
 
+def _empty_sums(_):
+    """Nothing is sent, and the tensor that a sine has saved counts no change."""
+    x = torch.ones(3, 2, requires_grad=True) * 1
+    wave = x.sin().sum()
+    total = dac.all_reduce(x[:0])
+    total.add_(1)
+    (wave + total.sum()).backward()
+    return total.shape
+
+
+def test_a_sum_of_empty_tensors_is_a_new_tensor():
+    assert run_ranks(_empty_sums, 2, group_timeout=20) == [(0, 2)] * 2
+
+
 def _kept(_):
     """What is kept for later calls with the same arguments: neither tensors nor groups."""
     found = []

@@ -199,8 +199,9 @@ class Messages:
         parts = self._map.parts_of(tensors)
         own = parts[rank]
         results: Tensors = ()
-        places = [own] * len(parts)
-        if not adds:
+        if adds:
+            places = [own if one == rank else torch.empty_like(own) for one in range(len(parts))]
+        else:
             results, places = self._map.new_results(tensors[0])
         works = []
         for is_sent, peer, names in self._messages:
@@ -208,8 +209,6 @@ class Messages:
             if is_sent:
                 works.append(group.send([parts[peer]], peer, tag))
                 continue
-            if adds:
-                places[peer] = torch.empty_like(own)
             works.append(group.recv([places[peer]], peer, tag))
         if self._keeps_part:
             places[rank].copy_(own)  # while messages are on their way
