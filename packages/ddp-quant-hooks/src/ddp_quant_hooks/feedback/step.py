@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -80,33 +80,42 @@ class Outcome:
         return self._any_flag[device]
 
 
-class _Gradient(NamedTuple):
-    """A parameter's gradient when its bucket came.
+class _Gradients:
+    """The gradients of a bucket's parameters, as they were when it came.
 
-    Attributes:
-        parameter: The parameter.
-        version: How often the gradient was written; ``None``: there was none.
-        memory: The addresses of the bucket.
+    Args:
+        bucket: From DDP.
     """
 
-    parameter: torch.Tensor
-    version: int | None
-    memory: range
+    def __init__(self, bucket: Bucket) -> None:
+        buffer = bucket.buffer()
+        start, nbytes = (0, 0) if buffer.is_sparse else (buffer.data_ptr(), buffer.nbytes)
+        self._memory = range(start, start + nbytes)
+        self._parameters = bucket.parameters()
+        self._versions = _versions(self._parameters)
 
-    def is_used(self) -> bool:
-        """Return whether the parameter has got the mean, when the pass is over.
+    @property
+    def first(self) -> torch.Tensor | None:
+        """The first parameter that had a gradient."""
+        both = zip(self._parameters, self._versions, strict=True)
+        return next((one for one, version in both if version is not None), None)
 
-        DDP gives none to parameters that no rank has used: where there is no gradient, or one that has memory
-        of its own, as of zeros, it stays as it was.
+    def unused(self) -> list[torch.Tensor]:
+        """Return the parameters that have not got a mean, when the pass is over: no rank has used them.
+
+        DDP leaves them as they were, without a gradient or with one that has memory of its own, as of zeros.
         """
-        now = self.parameter.grad
-        if _version(now) != self.version:
-            return True
-        return now is not None and not now.is_sparse and now.data_ptr() in self.memory
+        three = zip(self._parameters, self._versions, _versions(self._parameters), strict=True)
+        same = [one for one, before, now in three if before == now]
+        return [one for one in same if one.grad is None or not self._has_memory_of(one.grad)]
+
+    def _has_memory_of(self, gradient: torch.Tensor) -> bool:
+        return gradient.is_sparse or gradient.data_ptr() in self._memory
 
 
-def _version(gradient: torch.Tensor | None) -> int | None:
-    return None if gradient is None else gradient._version  # noqa: SLF001 - as torch's notes on autograd call it
+def _versions(parameters: Sequence[torch.Tensor]) -> list[int | None]:
+    """Return how often each gradient was written; ``None``: there is none."""
+    return [None if (found := one.grad) is None else found._version for one in parameters]  # noqa: SLF001
 
 
 class Kind(enum.Enum):
@@ -146,7 +155,7 @@ class Step:
         self._surrounded = False
         self._last_index = -1
         self._keys: set[str] = set()
-        self._gradients: list[_Gradient] = []
+        self._gradients: list[_Gradients] = []
 
     @property
     def open(self) -> bool:
@@ -213,10 +222,7 @@ class Step:
         self._add(task)
         if self.outside or self._surrounded:
             return  # join() gets no gradients; reentrant checkpoints support no unused parameters
-        buffer = bucket.buffer()
-        start = 0 if buffer.is_sparse else buffer.data_ptr()
-        memory = range(start, start + (0 if buffer.is_sparse else buffer.nbytes))
-        self._gradients += [_Gradient(one, _version(one.grad), memory) for one in bucket.parameters()]
+        self._gradients.append(_Gradients(bucket))
 
     def add_call(self, task: int) -> None:
         """Note a call that belongs to this step."""
@@ -259,10 +265,10 @@ class Step:
 
     def _end_task(self) -> None:
         self.end_part()
-        first = next((one for one in self._gradients if one.version is not None), None)
+        first = next((one for bucket in self._gradients if (one := bucket.first) is not None), None)
         # An optimizer inside backward() removes all gradients, which then show nothing.
-        if first is not None and first.parameter.grad is not None:
-            self.unused += [one.parameter for one in self._gradients if not one.is_used()]
+        if first is not None and first.grad is not None:
+            self.unused += [one for bucket in self._gradients for one in bucket.unused()]
         self._gradients = []
 
     def end_part(self) -> None:
