@@ -316,7 +316,8 @@ def _start_of_common_dtype(x: torch.Tensor, linear_map: Map) -> Callable[[], tor
         return start_traceable_collective("reduce_scatter_tensor", x, "sum", who.size, who.name)
     if kind == "all_gather":
         # Not torch.cat, which changes dtypes under autocast.
-        x, sends = x.expand(who.size, *x.shape).flatten(0, 1), (receives[who.rank],) * who.size
+        whole = x.expand(who.size, *x.shape).flatten(0, 1).contiguous()  # one row is expanded only
+        x, sends = whole, (receives[who.rank],) * who.size
     if kind == "reduce_scatter":
         receives = (sends[who.rank],) * who.size
     arrive = start_traceable_collective("all_to_all_single", x, list(receives), list(sends), who.name)
