@@ -178,6 +178,29 @@ def test_other_numbers_of_ranks_go_on_with_the_mean_of_all_residuals(ranks):
     assert own.keys() == kept[0].keys()
 
 
+def _save_rests(_):
+    """Save what three ranks have left, also of the means of what factors leave out."""
+    state = make_state(residual_bits=1)
+    for number in range(3):
+        values = torch.randn(60, 50, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+        all_reduce(values, dist.ReduceOp.AVG, state, key="values")
+    return through_file(state.gather_state_dict())
+
+
+def test_errors_of_means_go_on_with_another_number_of_ranks():
+    saved = run_ranks(_save_rests, 3)[0]["ranks"]
+    for ranks in (1, 2, 4):
+        left = [torch.zeros(3000), torch.zeros(3000)]
+        for total, of_ranks in zip(left, (saved, divide(saved, ranks)), strict=True):
+            for rank in of_ranks:
+                slots = rank["keys"]["values"]["slots"]
+                assert ("rest" in slots) == (of_ranks is saved)
+                for name in {"own", "rest"} & slots.keys():
+                    for start, weight, values in slots[name]["pieces"]:
+                        total[start : start + len(values)] += weight * values.float()
+        torch.testing.assert_close(left[1], left[0], rtol=2.0**-8, atol=0.0)
+
+
 def test_what_no_rank_has_saved_is_refused():
     for broken in ({}, {"parameters": {"a": {}}, "keys": {}}):
         with pytest.raises(ValueError, match="these are not residuals"):

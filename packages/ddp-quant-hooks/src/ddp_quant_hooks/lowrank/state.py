@@ -175,7 +175,7 @@ def _means(saved: Sequence[Mapping[str, Any]], kind: str, world_size: int) -> di
         name: {
             **entry,
             "slots": {
-                "own": _mean([rank[kind][name]["slots"].get("own") for rank in saved], world_size),
+                "own": _mean([rank[kind][name]["slots"] for rank in saved], entry["length"], world_size),
                 **{slot: kept for slot, kept in entry["slots"].items() if slot == "factor"},
             },
         }
@@ -183,11 +183,14 @@ def _means(saved: Sequence[Mapping[str, Any]], kind: str, world_size: int) -> di
     }
 
 
-def _mean(slots: Sequence[Mapping[str, Any] | None], world_size: int) -> dict[str, Any]:
-    """Return the mean of an owner's residuals over the ranks that have saved them."""
-    length = max(0 if slot is None else slot["length"] for slot in slots)
+def _mean(slots: Sequence[Mapping[str, Any]], length: int, world_size: int) -> dict[str, Any]:
+    """Return the mean of all that ranks have left of an owner's values, as each rank's own.
+
+    Errors of means of rests are among them: other ranks compute other means.
+    """
     total = torch.zeros(length)
-    for slot in slots:
-        for start, _, values in () if slot is None else slot["pieces"]:
-            total[start : start + len(values)] += values.float() / len(slots)
-    return {"length": length, "pieces": [(0, 1.0 / world_size, total.bfloat16())] if length else []}
+    for of_rank in slots:
+        for name in {"own", "rest"} & of_rank.keys():
+            for start, weight, values in of_rank[name]["pieces"]:
+                total[start : start + len(values)] += weight * values.float()
+    return {"length": length, "pieces": [(0, 1.0 / world_size, total.bfloat16())]}
