@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from drawing import BLUE, GRAY, GREEN, PURPLE, VERMILION, name_ends, save, subplots
-from emulated_hosts import EmulationUnavailableError, address, bytes_a_second, emulated_hosts
+from emulated_hosts import EmulationUnavailableError, address, emulated_hosts, require_rate
 from rank_processes import run_rank_processes
 
 TRAINING = str(Path(__file__).with_name("demo_training.py"))
@@ -116,7 +116,7 @@ def main() -> None:
     if options.steps < 2:
         parser.error("--steps must be at least 2")
     try:
-        bytes_a_second(options.rate)
+        require_rate(options.rate)
     except ValueError as error:
         parser.error(f"--{error}")
     try:

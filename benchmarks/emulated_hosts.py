@@ -56,6 +56,11 @@ def bytes_a_second(rate: str) -> float:
     return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]] / 8
 
 
+def require_rate(rate: str) -> None:
+    """Raise ``ValueError`` unless a rate is valid."""
+    bytes_a_second(rate)
+
+
 def holder(host: Host) -> int:
     """Return the process that holds a host's network, for callers that enter it themselves."""
     return int(host[1].removeprefix("--target="))

@@ -71,6 +71,35 @@ def test_every_instruction_set_gives_the_bits_of_torchs_operators(rows, columns,
             assert _differences(_everything(CpuKernels(name), *inputs), expected) == [], (rank, name)
 
 
+def _extremes(dtype):
+    """Return inputs of which some are not finite, or too large for a sum, a product or a dtype."""
+    matrix, left, right, mean_right = _inputs(37, 530, 3, dtype)
+    largest = torch.finfo(dtype).max
+    for place, value in enumerate((torch.inf, -torch.inf, torch.nan, largest, -largest)):
+        matrix.values[place::7, 41 * place + 3 :: 97] = value
+    matrix.residual[3::7] = 3e37
+    matrix.residual[4::7] = -3e37
+    mean_right[:, ::5] *= largest / 4  # products beyond the largest number
+    mean_right[1, ::50] = torch.inf  # and infinities of both signs, which add up to NaN
+    left[1, ::2], left[2, ::2] = 1.0, -1.0
+    mean_right[2, ::50] = torch.inf
+    return matrix, left, right, mean_right
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+def test_numbers_that_are_not_finite_have_one_form_everywhere(dtype):
+    inputs = _extremes(dtype)
+    expected = _everything(torch_ops, *inputs)
+    assert expected["values"].isnan().any()
+    for name in SETS:
+        found = _everything(CpuKernels(name), *inputs)
+        same = {"multiply", "multiply_transposed", "values", "new_residual"}
+        assert not same & {*_differences(found, expected)}, name
+        bits = torch.int32 if dtype == torch.float32 else torch.int16
+        assert torch.equal(found["values"].view(bits), expected["values"].view(bits)), name
+
+
 @needs_compiler
 @pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
 def test_the_gpu_kernels_text_gives_the_bits_of_torchs_operators(tmp_path, dtype):

@@ -194,13 +194,29 @@ def test_residuals_and_factors_belong_to_parameters():
         assert alike
 
 
+def _copies(_):
+    """Return the arguments of a state and of its copy, and what the copy has kept."""
+    ddp = DistributedDataParallel(torch.nn.Linear(40, 64))
+    state = LowRankState(rank=2, bits=8, residual_bits=1, warm_up_steps=0, exact=["bias"], min_bytes=9)
+    ddp.register_comm_hook(state.bind(ddp), low_rank_hook)
+    ddp(torch.ones(2, 40)).sum().backward()
+    with pytest.warns(UserWarning, match="a LowRankState pickles its options only"):
+        copied = pickle.loads(pickle.dumps(state))
+    return state.arguments(), copied.arguments(), copied.state_dict()
+
+
+def test_copies_have_the_options_alone():
+    for original, copied, saved in run_ranks(_copies, 2):
+        assert original == copied
+        assert original["exact"] == ("bias",)
+        assert saved["parameters"] == saved["keys"] == {}
+
+
 def _refusals(_):
     """Return what is refused."""
     state, texts = make_state(), []
     with pytest.raises(ValueError, match="whole matrices"):
         reduce_scatter_tensor(torch.empty(4), torch.ones(8), dist.ReduceOp.AVG, state, key="shards")
-    with pytest.raises(TypeError, match="does not pickle"):
-        pickle.dumps(state)
     if hasattr(FSDPModule, "set_all_reduce_hook"):  # not in torch 2.6
         net = fully_shard(torch.nn.Linear(40, 64), mesh=nodes_of_one_rank()["shard"])
         with pytest.raises(ValueError, match="one flat tensor: a LowRankState averages whole matrices"):

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_optim_overlap.model import averaged_parameters, require_group
 from ddp_optim_overlap.optimizers.admission import require_supported
 from ddp_optim_overlap.optimizers.step_calls import LoopStepper
-from ddp_optim_overlap.optimizers.stepper import Stepper, StepsEach
+from ddp_optim_overlap.optimizers.stepper import ParameterwiseOptimizer, Stepper
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.slot import EngineSlot, start_before_forward
@@ -74,7 +74,7 @@ class OptimizerHookState:
         if isinstance(functional, torch.optim.Optimizer):
             return self._stepper
         parameters = self.params_to_optimize or averaged_parameters(ddp)
-        return Stepper([StepsEach(parameters, lambda one: functional.step_param(one, one.grad))])
+        return Stepper([ParameterwiseOptimizer(parameters, lambda one: functional.step_param(one, one.grad))])
 
 
 def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> CommHook:

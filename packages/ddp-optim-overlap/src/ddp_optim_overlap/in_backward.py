@@ -14,7 +14,7 @@ from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.model import averaged_parameters
 from ddp_optim_overlap.optimizers.admission import require_plain_step
 from ddp_optim_overlap.optimizers.partial_steps import note_writes
-from ddp_optim_overlap.optimizers.stepper import Stepper, StepsEach
+from ddp_optim_overlap.optimizers.stepper import ParameterwiseOptimizer, Stepper
 from ddp_optim_overlap.passes.engine import Engine
 from ddp_optim_overlap.slot import (
     EngineSlot,
@@ -157,7 +157,7 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
 
     def make(ddp: DistributedDataParallel, hook_state: object) -> Engine:
         del hook_state
-        _of_models[ddp] = each = StepsEach(_parameters_with_own(ddp), _step_with_own)
+        _of_models[ddp] = each = ParameterwiseOptimizer(_parameters_with_own(ddp), _step_with_own)
         return Engine(ddp, Stepper([each], drops_gradients=True), None, None, skips_unused=True)
 
     start_before_forward()
@@ -176,7 +176,9 @@ def _optimizers_of(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:
     return [] if ours is None else ours.optimizers
 
 
-_of_models: weakref.WeakKeyDictionary[DistributedDataParallel, StepsEach] = weakref.WeakKeyDictionary()
+_of_models: weakref.WeakKeyDictionary[DistributedDataParallel, ParameterwiseOptimizer] = (
+    weakref.WeakKeyDictionary()
+)
 
 _claimed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 """Models that have been called since the last call of :func:`apply_optimizer_in_backward`."""

@@ -77,6 +77,21 @@ class AveragingState(FeedbackState):
         self.require_same_call(title, terms, tensors)
         self._place()
 
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of a state that averages like this one."""
+        return self.options.arguments()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.has_own_group or self.feedback.wanted:
+            warnings.warn(
+                f"a {type(self).__name__} pickles its options only: the copy uses WORLD and has no residuals",
+                stacklevel=2,
+            )
+        return self.arguments()
+
+    def __setstate__(self, arguments: dict[str, Any]) -> None:
+        self.__init__(None, **arguments)  # type: ignore[misc] # as copy and pickle make objects
+
     def note(self) -> str:
         """Return what joins this rank with the others of its host, and which these are if it was told.
 
@@ -253,17 +268,6 @@ class QuantizedAllreduceState(AveragingState):
             "levels": options.levels,
             "intra_node": options.intra_node,
         }
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self.has_own_group or self.feedback.wanted:
-            warnings.warn(
-                f"a {type(self).__name__} pickles its options only: the copy uses WORLD and has no residuals",
-                stacklevel=2,
-            )
-        return self.options.arguments()
-
-    def __setstate__(self, options: dict[str, Any]) -> None:
-        self.__init__(None, **options)  # type: ignore[misc] # as copy and pickle make objects
 
 
 class HierarchicalAllreduceState(QuantizedAllreduceState):

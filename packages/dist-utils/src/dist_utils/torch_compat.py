@@ -48,6 +48,7 @@ __all__ = [
     "surrounding_nodes",
     "tensor_version",
     "transformed_as",
+    "version_reader",
 ]
 
 
@@ -268,9 +269,16 @@ def every_thread() -> Any | None:
 
 
 def tensor_version(tensor: torch.Tensor) -> int:
-    """Return how often a tensor's memory was written in place. No public way to read it up to torch 2.15."""
-    version: int = private(tensor, "_version", "noticing writes in place")
-    return version
+    """Return how often a tensor's memory was written in place."""
+    return version_reader()(tensor)
+
+
+def version_reader() -> Callable[[torch.Tensor], int]:
+    """Return :func:`tensor_version` for many tensors. No public way to read versions up to torch 2.15."""
+    read: Callable[[torch.Tensor], int] = private(
+        torch.Tensor, "_version", "noticing writes in place"
+    ).__get__
+    return read
 
 
 def transformed_as(tensor: torch.Tensor) -> str:

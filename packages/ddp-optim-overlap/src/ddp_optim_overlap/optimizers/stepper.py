@@ -18,7 +18,7 @@ from ddp_optim_overlap.optimizers.partial_steps import PartialSteps
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch
 
 
-class StepsEach(torch.optim.Optimizer):
+class ParameterwiseOptimizer(torch.optim.Optimizer):
     """Steps one parameter after another.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_utils.process_groups import future_of_work
 from dist_utils.torch_compat import GradBucket
+
+_POLL_SECONDS = 0.0002
+"""A bucket takes some milliseconds, and so does a peer that is late."""
 
 
 def average_like_ddp(
@@ -68,3 +72,16 @@ def start_all_reduce(
         options.reduceOp = dist.ReduceOp(op)
     work: dist.Work = group.allreduce([tensor], options)
     return work
+
+
+def completes_within(is_complete: Callable[[], bool], seconds: float) -> bool:
+    """Wait for communication for a while; return whether it is complete, with or without an error.
+
+    A callback that ended the wait would need the interpreter on one of Gloo's threads.
+    """
+    deadline = time.monotonic() + seconds
+    while not is_complete():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True

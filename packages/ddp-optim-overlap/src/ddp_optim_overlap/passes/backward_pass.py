@@ -19,7 +19,8 @@ from ddp_optim_overlap.errors import (
     UnsupportedOptimizerError,
 )
 from ddp_optim_overlap.optimizers.stepper import Stepper
-from ddp_optim_overlap.passes.bucket import Bucket, completes_within, lend_gradients
+from ddp_optim_overlap.passes.averaging import completes_within
+from ddp_optim_overlap.passes.bucket import Bucket, lend_gradients
 from ddp_optim_overlap.passes.release import GradientRelease
 from dist_utils.process_groups import error_text
 from dist_utils.torch_compat import private, profiler_range

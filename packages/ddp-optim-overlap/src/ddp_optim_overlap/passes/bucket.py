@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ddp_optim_overlap.errors import CommunicationError, ConfigError
+from ddp_optim_overlap.passes.averaging import completes_within
 from dist_utils.process_groups import error_text, record_use
 from dist_utils.torch_compat import GradBucket
-
-_POLL_SECONDS = 0.0002
 
 
 class Bucket:
@@ -162,19 +160,6 @@ class KnownBuckets:
         """Set all gradients to ``None``: of a pass that has failed, some are used and others not averaged."""
         for parameter in self._strides:
             parameter.grad = None
-
-
-def completes_within(is_complete: Callable[[], bool], seconds: float) -> bool:
-    """Wait for communication for a while; return whether it is complete, with or without an error.
-
-    A callback that ended the wait would need the interpreter on one of Gloo's threads.
-    """
-    deadline = time.monotonic() + seconds
-    while not is_complete():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
 
 
 def average_of(buffer: torch.Tensor, done: torch.futures.Future[Any]) -> torch.Tensor:

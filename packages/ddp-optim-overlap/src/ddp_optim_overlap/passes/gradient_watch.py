@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import Node
 
 from ddp_optim_overlap.errors import DoubleBackwardError
-from dist_utils.torch_compat import private
+from dist_utils.torch_compat import version_reader
 
 GradientMark = tuple[int, int] | None
 """The version of a gradient and its address, 0 if it is sparse; ``None`` without a gradient."""
@@ -178,24 +178,16 @@ def is_capturing() -> bool:
 
 def tensor_versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Return how often each tensor was written in place; ``tensor_version`` takes twice the time."""
-    read = _version_reader()
+    read = version_reader()
     return [read(tensor) for tensor in tensors]
 
 
 def gradient_marks(parameters: Iterable[torch.Tensor]) -> list[GradientMark]:
     """Return, for each parameter, a mark that changes if its gradient is written in place or replaced."""
-    read = _version_reader()
+    read = version_reader()
     return [
         None
         if (gradient := parameter.grad) is None
         else (read(gradient), 0 if gradient.is_sparse else gradient.data_ptr())
         for parameter in parameters
     ]
-
-
-def _version_reader() -> Callable[[torch.Tensor], int]:
-    """Return what reads a tensor's version. No public name up to torch 2.15."""
-    read: Callable[[torch.Tensor], int] = private(
-        torch.Tensor, "_version", "noticing writes in place"
-    ).__get__
-    return read

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from ddp_optim_overlap.errors import CommunicationError, ConfigError, OverlapError
-from ddp_optim_overlap.passes.averaging import start_all_reduce
-from ddp_optim_overlap.passes.bucket import Bucket, completes_within
+from ddp_optim_overlap.passes.averaging import completes_within, start_all_reduce
+from ddp_optim_overlap.passes.bucket import Bucket
 from ddp_optim_overlap.passes.gradient_watch import is_capturing
 from dist_utils import OrderedWorker
 from dist_utils.process_groups import error_text, runs_on_host
-from dist_utils.torch_compat import private
+from dist_utils.torch_compat import MissingTorchFeatureError, private
 
 NAME = "ddp-optim-overlap"
 """The name of the worker, and the prefix of its jobs' ranges in a profiler."""
@@ -138,7 +138,7 @@ class Peers:
         if runs_on_host(group, device):
             values = self._kept = torch.tensor(numbers, dtype=torch.int64, device="cpu")
             own_group = self._private_group()
-            with _errors_of_peers(), _unrecorded():
+            with _unrecorded(), _errors_of_peers():
                 work = start_all_reduce(values, own_group, dist.ReduceOp.MAX)
             return partial(_await_on_host, work, values)
         accelerator: Any = torch.get_device_module(device)
@@ -186,12 +186,14 @@ def _await_on_host(work: dist.Work, values: torch.Tensor, timeout: float | None)
 
 @contextlib.contextmanager
 def _unrecorded() -> Iterator[None]:
-    """Hide what this thread starts from profilers. No public name up to torch 2.15.
+    """Hide what this thread starts from profilers, if torch can: it has no public name for it up to 2.15.
 
     A meeting may end after the profiler that has seen its beginning, and Gloo's thread would write the time
-    of its end into freed memory.
+    of its end into freed memory. Afterwards the thread is recorded: torch does not say whether it was.
     """
-    record = private("torch.autograd", "_enable_record_function", "meetings beside a profiler")
+    record: Callable[[bool], object] = bool  # does nothing
+    with contextlib.suppress(MissingTorchFeatureError):
+        record = private("torch.autograd", "_enable_record_function", "meetings beside a profiler")
     record(False)
     try:
         yield

@@ -67,9 +67,9 @@ class AutoState(HookState):
 
     All ranks must have the same candidates and options: they are compared before the first bucket.
 
-    When candidates change, and when one is chosen, the residuals of those concerned are dropped: the
-    quantization error of one pass is then not fed back. Low rank is tried as it goes on after its first
-    steps, and begins with them when it is chosen. The first rank logs the choice at ``INFO``.
+    When candidates change, and when one is chosen, the residuals of those concerned are dropped: what these
+    passes have lost is then not fed back. Low rank is tried as it goes on after its first steps, though with
+    new factors, and begins with these steps when it is chosen. The first rank logs the choice at ``INFO``.
 
     One candidate averages all buckets, and the choice stays. To try again, for a network whose speed changes,
     load on every rank what :meth:`state_dict` returned before the first step.

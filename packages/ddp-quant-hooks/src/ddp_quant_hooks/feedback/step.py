@@ -97,17 +97,17 @@ class _Gradients:
     @property
     def first(self) -> torch.Tensor | None:
         """The first parameter that had a gradient."""
-        both = zip(self._parameters, self._versions, strict=True)
-        return next((one for one, version in both if version is not None), None)
+        with_versions = zip(self._parameters, self._versions, strict=True)
+        return next((one for one, version in with_versions if version is not None), None)
 
     def unused(self) -> list[torch.Tensor]:
         """Return the parameters that have not got a mean, when the pass is over: no rank has used them.
 
         DDP leaves them as they were, without a gradient or with one that has memory of its own, as of zeros.
         """
-        three = zip(self._parameters, self._versions, _versions(self._parameters), strict=True)
-        same = [one for one, before, now in three if before == now]
-        return [one for one in same if one.grad is None or not self._has_memory_of(one.grad)]
+        before_and_now = zip(self._parameters, self._versions, _versions(self._parameters), strict=True)
+        unwritten = [one for one, before, now in before_and_now if before == now]
+        return [one for one in unwritten if one.grad is None or not self._has_memory_of(one.grad)]
 
     def _has_memory_of(self, gradient: torch.Tensor) -> bool:
         return gradient.is_sparse or gradient.data_ptr() in self._memory
@@ -115,7 +115,8 @@ class _Gradients:
 
 def _versions(parameters: Sequence[torch.Tensor]) -> list[int | None]:
     """Return how often each gradient was written; ``None``: there is none."""
-    return [None if (found := one.grad) is None else found._version for one in parameters]  # noqa: SLF001
+    read = torch_compat.version_reader()
+    return [None if (gradient := one.grad) is None else read(gradient) for one in parameters]
 
 
 class Kind(enum.Enum):

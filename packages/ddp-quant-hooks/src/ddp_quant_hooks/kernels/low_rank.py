@@ -152,8 +152,11 @@ def _multiply_transposed(call: FactorCall) -> None:
 def _restore(call: FactorCall) -> None:
     whole, values = call.matrix.sum(), call.matrix.values
     call.new_residual.copy_(whole - _product(call.left, call.right))
-    mean, limits = _product(call.left, call.mean_right), torch.finfo(values.dtype)
-    values.copy_(mean.clamp(limits.min, limits.max))
+    mean = _product(call.left, call.mean_right)
+    if values.dtype != torch.float32:  # a number that is finite stays so
+        limits = torch.finfo(values.dtype)
+        mean = mean.clamp(limits.min, limits.max)
+    values.copy_(mean)
     values.masked_fill_(mean.isnan(), torch.nan)
 
 

@@ -138,12 +138,16 @@ class LowRankState(AveragingState):
 
     def terms(self) -> dict[str, object]:
         """Return what must be equal on all ranks, by name."""
-        return {**super().terms(), **vars(self._own), "exact": self._own.exact.patterns}
+        return {**super().terms(), **self._own_terms()}
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "a LowRankState does not pickle: make one with the same options, and load state_dict()"
-        )
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of a state that averages like this one."""
+        options = self.options.arguments()
+        names = ("bits", "min_bytes", "sample_every", "intra_node", "levels")
+        return {name: options[name] for name in names} | self._own_terms()
+
+    def _own_terms(self) -> dict[str, Any]:
+        return {**vars(self._own), "exact": self._own.exact.patterns}
 
 
 # ---- what another number of ranks has saved ----
@@ -190,7 +194,7 @@ def _mean(slots: Sequence[Mapping[str, Any]], length: int, world_size: int) -> d
     """
     total = torch.zeros(length)
     for of_rank in slots:
-        for name in {"own", "rest"} & of_rank.keys():
+        for name in filter(of_rank.__contains__, ("own", "rest")):
             for start, weight, values in of_rank[name]["pieces"]:
                 total[start : start + len(values)] += weight * values.float()
     return {"length": length, "pieces": [(0, 1.0 / world_size, total.bfloat16())]}
