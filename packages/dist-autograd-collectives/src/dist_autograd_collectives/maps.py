@@ -263,7 +263,7 @@ def concatenate(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
 
 def _without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
     """Return a context in which dtypes stay as they are: a rank that pads must not differ from others."""
-    if not torch.amp.is_autocast_available(device):
+    if not torch.amp.autocast_mode.is_autocast_available(device):
         return contextlib.nullcontext()
     if not torch.compiler.is_compiling() and not torch.is_autocast_enabled(device):
         return contextlib.nullcontext()

@@ -165,7 +165,7 @@ def _numbers(message: torch.Tensor, layout: Layout, count: int) -> torch.Tensor:
     if layout.format == "int1":
         bits = (payload.view(-1, layout.block_size // 8, 1) >> _PLACES.to(payload.device)) & 1
         halves = bits.view(len(bits), -1, 2, 4).transpose(1, 2).reshape(len(bits), -1)
-        return 1.0 - 2.0 * halves.float()
+        return (-2.0 * halves.float()).add(1.0)
     both = payload.view(-1, layout.block_size // 2)
     halves = torch.cat([both & 15, both >> 4], 1)
     return (halves ^ 8).float() - 8.0
