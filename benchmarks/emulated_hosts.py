@@ -26,7 +26,7 @@ _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter"
 
 
 _MOST_HOSTS = 254
-_SUBNET = "10.77.0.0/24"
+_NETWORK = "10.77.0"
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit")
 _BURST_SECONDS, _PACKET_BYTES = 1e-3, 1 << 11
 
@@ -41,7 +41,7 @@ class EmulationUnavailableError(RuntimeError):
 
 def address(index: int) -> str:
     """Return the address of a host."""
-    return f"10.77.0.{index + 1}"
+    return f"{_NETWORK}.{index + 1}"
 
 
 def bytes_a_second(rate: str) -> float:
@@ -126,7 +126,7 @@ def emulated_hosts(count: int, *, rate: str = "1gbit") -> Iterator[list[Host]]:
             _run(host, "ip link set lo up")
             _run(host, f"tc qdisc add dev eth0 {limit}")
             # As most systems have it. BBR, the default of some, takes a limited link for a faster one.
-            _run(host, f"ip route replace {_SUBNET} dev eth0 congctl cubic")
+            _run(host, f"ip route replace {_NETWORK}.0/24 dev eth0 congctl cubic")
         yield [inside(namespace) for namespace in namespaces]
 
 

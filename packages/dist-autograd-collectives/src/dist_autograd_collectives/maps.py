@@ -263,11 +263,10 @@ def concatenate(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
 
 def _without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
     """Return a context in which dtypes stay as they are: a rank that pads must not differ from others."""
-    if not torch.amp.autocast_mode.is_autocast_available(device):
-        return contextlib.nullcontext()
-    if not torch.compiler.is_compiling() and not torch.is_autocast_enabled(device):
-        return contextlib.nullcontext()
-    return torch.autocast(device, enabled=False)
+    may_be_enabled = torch.compiler.is_compiling() or torch.is_autocast_enabled(device)
+    if may_be_enabled and torch.amp.autocast_mode.is_autocast_available(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
 
 
 def split(joined: torch.Tensor, lengths: Sequence[int]) -> Tensors:
