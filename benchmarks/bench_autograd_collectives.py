@@ -149,7 +149,7 @@ def compare_messages(rank: int, numel: int, repeats: int, _: bool) -> dict[str, 
     }
     ways: dict[str, Callable[..., Any]] = {
         "pytorch": lambda linear_map, _: partial(backend.begin_native, linear_map),
-        "messages": lambda linear_map, x: backend.Messages(linear_map, x).begin,
+        "messages": backend.messages,
         "ours": backend.best_way,
     }
     plans: dict[str, dict[Any, Any]] = {way: {} for way in ways}

@@ -17,9 +17,10 @@ rose to 210 ms, so they are not requested.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NoReturn, TypeAlias
+from typing import NoReturn, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -87,14 +88,12 @@ def run(tensors: Tensors, linear_map: Map, key: int) -> Tensors:
 
 
 def start(tensors: Tensors, linear_map: Map, key: int) -> Wait:
-    """Start a map in the way that was found for such tensors before; see :func:`run`."""
+    """Start a map in the way that was found for it before; see :func:`run`."""
     inputs = tuple([_plain(tensor) for tensor in tensors])
-    x, ways = inputs[0], linear_map.ways
     try:
-        way: Way | None = ways.get((x.shape, x.dtype, x.device))
-        if way is None:
-            way = ways[x.shape, x.dtype, x.device] = best_way(linear_map, x)
-        return way(inputs, key)
+        if linear_map.way is None:
+            linear_map.way = best_way(linear_map, inputs[0])
+        return cast("Way", linear_map.way)(inputs, key)
     except RuntimeError as error:
         _raise_named(error, linear_map)
 
@@ -146,7 +145,7 @@ def best_way(linear_map: Map, x: torch.Tensor) -> Way:
         # Two ranks exchange as many bytes in a ring, in two rounds.
         if linear_map.sums and not is_small and who.size > 2 and x.dtype in _SUMMED_DTYPES:
             return partial(begin_native, linear_map)
-    return Messages(linear_map, x).begin
+    return messages(linear_map, x)
 
 
 def begin_alone(linear_map: Map, tensors: Tensors, _: int) -> Wait:
@@ -160,75 +159,75 @@ def begin_alone(linear_map: Map, tensors: Tensors, _: int) -> Wait:
     return lambda: results
 
 
-class Messages:
-    """A map that sends each rank its part, and adds up, or lines up, what arrives.
+def messages(linear_map: Map, x: torch.Tensor) -> Way:
+    """Return what starts a map that sends each rank its part, and adds up, or lines up, what arrives.
 
-    What messages there are is found once for tensors of one shape and dtype, which takes longer than to send
-    them. Receives are posted first if a message is long and may go to another host: with sends first, two
-    hosts took turns on a duplex link (1.9 instead of 1.05 s). On one host a rank that sends after its receive
-    was posted writes the message itself, under a lock for which Gloo's thread spins meanwhile: an exchange of
-    2 x 4 MiB took 5.0 ms, and 3.3 with sends first.
+    What messages there are is found once, which takes longer than to send them. Receives are posted first if
+    a message is long and may go to another host: with sends first, two hosts took turns on a duplex link (1.9
+    instead of 1.05 s). On one host a rank that sends after its receive was posted writes the message itself,
+    under a lock for which Gloo's thread spins meanwhile: an exchange of 2 x 4 MiB took 5.0 ms, and 3.3 with
+    sends first.
 
     Args:
         linear_map: The map.
         x: The first of its tensors.
     """
+    who, sent, received = linear_map.who, linear_map.sent, linear_map.received
+    rank, wide = who.rank, dtype_of_sums(x.dtype, who.size)
+    adds = linear_map.sums and not received.are_empty
+    keeps_part = not adds and received.lengths[rank] > 0
+    is_joined = not received.separate and not received.are_empty
+    own = sent.elements(rank, x)  # others send as much to be added
+    sends = [(True, peer, sent.elements(peer, x)) for peer in who.others]
+    receives = [(False, peer, own if adds else received.elements(peer, x)) for peer in reversed(who.others)]
+    longest = max(count for _, _, count in sends + receives) * x.itemsize
+    on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(dist.get_world_size())  # torchrun says so
+    receives_first = longest > _SHORT_BYTES and not on_one_host
+    names = hash_of_names(linear_map.title, linear_map.kind, linear_map.order, x.dtype)
+    in_order = [
+        (is_sent, peer, hash((names, count)))
+        for is_sent, peer, count in (receives + sends if receives_first else sends + receives)
+        if count
+    ]
 
-    def __init__(self, linear_map: Map, x: torch.Tensor) -> None:
-        who, sent, received = linear_map.who, linear_map.sent, linear_map.received
-        self._wide = dtype_of_sums(x.dtype, who.size)
-        self._map, self._adds = linear_map, linear_map.sums and not received.are_empty
-        self._keeps_part = not self._adds and received.lengths[who.rank] > 0
-        own = sent.elements(who.rank, x)  # others send as much to be added
-        sends = [(True, peer, sent.elements(peer, x)) for peer in who.others]
-        receives = [
-            (False, peer, own if self._adds else received.elements(peer, x)) for peer in reversed(who.others)
-        ]
-        longest = max(count for _, _, count in sends + receives) * x.itemsize
-        self._receives_first = longest > _SHORT_BYTES and not who.on_one_host
-        names = hash_of_names(linear_map.title, linear_map.kind, linear_map.order, x.dtype)
-        self._messages = [
-            (is_sent, peer, hash((names, count)))
-            for is_sent, peer, count in (receives + sends if self._receives_first else sends + receives)
-            if count
-        ]
-
-    def begin(self, tensors: Tensors, key: int) -> Wait:
-        """Start them."""
-        adds, rank, group = self._adds, self._map.who.rank, self._map.who.group
-        parts = self._map.parts_of(tensors)
+    def begin(tensors: Tensors, key: int) -> Wait:
+        group, parts = who.group, linear_map.parts_of(tensors)
         own = parts[rank]
-        results: Tensors = ()
+        results: Tensors = () if adds else linear_map.new_results(own)
         if adds:
-            places = [own if one == rank else torch.empty_like(own) for one in range(len(parts))]
+            places: Sequence[torch.Tensor] = [
+                own if one == rank else torch.empty_like(own) for one in range(who.size)
+            ]
         else:
-            results, places = self._map.new_results(tensors[0])
+            places = results[0].split_with_sizes(received.lengths) if is_joined else results
         works = []
-        for is_sent, peer, names in self._messages:
-            tag = _TAG + (names ^ key) % _TAG
+        for is_sent, peer, numbers in in_order:
+            tag = _TAG + (numbers ^ key) % _TAG
             if is_sent:
                 works.append(group.send([parts[peer]], peer, tag))
-                continue
-            works.append(group.recv([places[peer]], peer, tag))
-        if self._keeps_part:
+            else:
+                works.append(group.recv([places[peer]], peer, tag))
+        if keeps_part:
             places[rank].copy_(own)  # while messages are on their way
 
         def wait() -> Tensors:
             # Sends first: two exchanges of 1 MiB between two ranks took 2.5 ms so, and 3.9 the other way
             # round.
-            for work in reversed(works) if self._receives_first else works:
+            for work in reversed(works) if receives_first else works:
                 work.wait()
             # Summed in rank order everywhere, so every rank gets the same bits.
-            return (sum_of_parts(places, rank, self._wide),) if adds else results
+            return (sum_of_parts(places, rank, wide),) if adds else results
 
         return wait
+
+    return begin
 
 
 def _begin_large_broadcast(linear_map: Map, tensors: Tensors, _: int) -> Wait:
     """Start a broadcast of bytes, and check that they fill this rank's tensor, which Gloo does not."""
     (x,), who, root = tensors, linear_map.who, linear_map.root
     is_root = who.rank == root
-    result = x if is_root else linear_map.new_results(x)[0][0]
+    result = x if is_root else linear_map.new_results(x)[0]
     data = result.flatten().view(torch.uint8)
     marker = torch.frombuffer(bytearray(_UNFILLED), dtype=torch.uint8)
     if not is_root:

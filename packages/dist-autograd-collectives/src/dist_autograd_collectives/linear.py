@@ -153,11 +153,6 @@ def _map(*arguments: Any) -> Map:
     return Map(kind, transpose, title, who, order, *sides)
 
 
-def _transpose(*arguments: Any) -> tuple[Any, ...]:
-    kind, transpose, title, group, order, sent, received, key = arguments
-    return transpose, kind, title, group, order + 1, received, sent, key
-
-
 def _run(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Apply the map to a tensor that has values."""
     return backend.run((x,), _map(*arguments), arguments[-1])[0]
@@ -209,8 +204,9 @@ def _one_level() -> Any:
         """The operator at one level of ``torch.func``: what is below it is up to the levels below."""
 
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, keys: Any, *arguments: Any) -> torch.Tensor:
-            ctx.arguments = arguments
+        def forward(ctx: Any, level: tuple[Map, Any], key: int, x: torch.Tensor) -> torch.Tensor:
+            ctx.map, keys = level
+            ctx.key = key
             below = keys & private("torch._C", "_after_autograd_keyset", _COMPILED)
             forward_mode = private("torch.autograd.forward_ad", "_set_fwd_grad_enabled", _COMPILED)
             with (
@@ -218,17 +214,10 @@ def _one_level() -> Any:
                 torch.enable_grad(),  # for the levels below
                 forward_mode(True),
             ):
-                return cast("torch.Tensor", _operator.redispatch(below, x, *arguments))
+                return cast("torch.Tensor", _operator.redispatch(below, x, *_arguments(ctx.map), key))
 
-        @staticmethod
-        def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
-            nothing = (None,) * (1 + len(ctx.arguments))
-            return _operator(cotangent, *_transpose(*ctx.arguments)), *nothing
-
-        @staticmethod
-        def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
-            *arguments, key = ctx.arguments
-            return cast("torch.Tensor", _operator(tangent, *arguments, _key_of_tangents(key)))
+        backward = staticmethod(_Linear.backward)
+        jvp = staticmethod(_Linear.jvp)
 
     return OneLevel
 
@@ -236,7 +225,7 @@ def _one_level() -> Any:
 def _differentiate(keys: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Apply the operator, seen by autograd."""
     with private("torch._functorch.utils", "enable_single_level_autograd_function", _COMPILED)():
-        return cast("torch.Tensor", _one_level().apply(x, keys, *arguments))
+        return cast("torch.Tensor", _one_level().apply((_map(*arguments), keys), arguments[-1], x))
 
 
 def _batch(_: Any, in_dims: tuple[int, ...], x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, int]:

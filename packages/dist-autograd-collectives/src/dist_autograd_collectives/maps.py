@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -53,12 +52,9 @@ class Members:
         rank: This rank in the group.
         ranks: All ranks in WORLD, in the group's order.
         others: The other ranks in the group, the next one first, so that not all send to one rank at once.
-        on_one_host: Whether torchrun started all ranks of the job on this host.
         plans: The plans of calls, by all that they depend on.
         abandoned: Waits for what was started, and will not be waited for by whom it concerns.
     """
-
-    on_one_host = False
 
     def __init__(self, group: dist.ProcessGroup, reference: weakref.ref[dist.ProcessGroup] | None) -> None:
         self._group = reference  # weak, because a group must end when it is destroyed
@@ -107,7 +103,6 @@ def members(group: GroupLike) -> Members:
     found = _members.get(resolved)
     if found is None:
         found = _members[resolved] = Members(resolved, weakref.ref(resolved))
-        found.on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(dist.get_world_size())
     return found
 
 
@@ -153,7 +148,7 @@ class Map:
         received: Likewise, the parts from each rank.
         rows: The length of its tensors along dimension 0, if a rank may send or receive nothing: it takes
             tensors of this length there, too, and returns zeros.
-        ways: How such a map is started, by the shape, dtype and device of the first of its tensors.
+        way: How it is started, once that was found: its tensors always have the same shapes and dtypes.
     """
 
     kind: Kind
@@ -164,7 +159,7 @@ class Map:
     sent: Parts  # no default: Dynamo of torch 2.6 knows none of such a type
     received: Parts
     rows: int = 0
-    ways: dict[Any, Any] = field(default_factory=dict)
+    way: Any = None
 
     @functools.cached_property
     def transposed(self) -> Map:
@@ -203,19 +198,13 @@ class Map:
             return tensors * self.who.size
         return tensors if self.sent.separate else tensors[0].split_with_sizes(self.sent.lengths)
 
-    def new_results(self, like: torch.Tensor) -> tuple[Tensors, list[torch.Tensor]]:
-        """Return tensors for what this rank receives, or zeros, and the place in them for each source."""
-        size, shape, lengths = self.who.size, like.shape[1:], self.received.lengths
+    def new_results(self, like: torch.Tensor) -> Tensors:
+        """Return tensors for what this rank receives, made of such a tensor; zeros if that is nothing."""
+        lengths, is_separate = self.received
         if self.received.are_empty:
-            results = tuple([self.zeros(like) for _ in range(size if self.received.separate else 1)])
-            return results, [*results * size]
-        if self.received.separate:
-            results = tuple([like.new_empty(length, *shape) for length in lengths])
-            return results, [*results]
-        whole = like.new_empty(sum(lengths), *shape)
-        if self.kind == "broadcast":
-            return (whole,), [whole] * size
-        return (whole,), [*whole.split_with_sizes(lengths)]
+            return tuple([self.zeros(like) for _ in (lengths if is_separate else lengths[:1])])
+        shape = like.shape[1:]
+        return tuple([like.new_empty(n, *shape) for n in (lengths if is_separate else [sum(lengths)])])
 
 
 def pad(rows: torch.Tensor, length: int) -> torch.Tensor:
