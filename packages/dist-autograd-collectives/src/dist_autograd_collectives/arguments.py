@@ -67,19 +67,9 @@ def check_alike(label: str, tensors: Sequence[torch.Tensor], count: int, *, shap
     kinds = [(tensor.dtype, tensor.device, tensor.shape if shapes else None) for tensor in tensors]
     if len(tensors) != count or any(kind != kinds[0] for kind in kinds):
         one = "one shape and dtype" if shapes else "one dtype"
-        raise ValueError(f"{label} must have {count} tensors of {one} on one device, got {_shapes(tensors)}")
-
-
-def _shapes(tensors: Sequence[torch.Tensor]) -> str:
-    return ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors) or "none"
-
-
-def check_buffer(label: str, buffer: torch.Tensor, like: torch.Tensor, *, shape: bool = False) -> None:
-    """Raise unless a buffer takes a result with the dtype and device of ``like``, and its shape if asked."""
-    if (buffer.dtype, buffer.device) != (like.dtype, like.device) or (shape and buffer.shape != like.shape):
+        found = [f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}" for tensor in tensors]
         raise ValueError(
-            f"{label} is {_shapes([buffer])} on {buffer.device}, "
-            f"the result {_shapes([like])} on {like.device}"
+            f"{label} must be {count} tensors of {one} on one device, got {', '.join(found) or 'none'}"
         )
 
 
@@ -139,25 +129,25 @@ def split_sizes(label: str, length: int, sizes: Sequence[int] | None, who: Membe
     return tuple(sizes)
 
 
-def known_sizes(label: str, own: int, sizes: Sizes, who: Members) -> tuple[int, ...]:
-    """Return W lengths, equal ones if none are given; raises if they do not fit this rank's own."""
+def known_sizes(label: str, own: int, sizes: Sizes, who: Members) -> tuple[int, ...] | None:
+    """Return W lengths, equal ones if none are given, or nothing if other ranks are to be asked for them.
+
+    Raises if they do not fit this rank's own, or if nobody can be asked.
+    """
     if sizes is None:
         return (own,) * who.size
+    if isinstance(sizes, str) and sizes == "auto":
+        if is_recorded():
+            raise ValueError(
+                f"{label}='auto' cannot be traced by torch.compile: only other ranks know the shapes"
+            )
+        return None
     lengths = integers(label, sizes)
     if len(lengths) != who.size or min(lengths) < 0:
         raise ValueError(f"{label} must be {who.size} lengths, got {lengths}")
     if lengths[who.rank] != own:
         raise ValueError(f"{label} {lengths} say {lengths[who.rank]} for rank {who.rank}, which has {own}")
     return tuple(lengths)
-
-
-def is_auto(sizes: object) -> bool:
-    """Return whether lengths are to be asked for; raises where nobody can be asked."""
-    if not (isinstance(sizes, str) and sizes == "auto"):
-        return False
-    if is_recorded():
-        raise ValueError("sizes='auto' cannot be traced by torch.compile: only other ranks know the shapes")
-    return True
 
 
 def check_own_part(sent: Parts, received: Parts, who: Members) -> None:

@@ -61,9 +61,6 @@ _SENT_BYTES = 256 << 10
 So sums of up to five ranks go by messages up to 64 KiB, and those of 64 ranks up to 4 KiB.
 """
 
-_SUMMED_DTYPES = (*GLOO_DTYPES, torch.complex64, torch.complex128)
-"""Those that :func:`begin_native` sums without another dtype."""
-
 _TAG = 1 << 30
 """Added to all tags, so that they never match a user's own ``send`` and ``recv``."""
 
@@ -142,8 +139,9 @@ def best_way(linear_map: Map, x: torch.Tensor) -> Way:
         is_small = nbytes <= _SHORT_BYTES and nbytes * (who.size - 1) <= _SENT_BYTES
         if kind == "broadcast" and not is_small:
             return partial(_begin_large_broadcast, linear_map)
-        # Two ranks exchange as many bytes in a ring, in two rounds.
-        if linear_map.sums and not is_small and who.size > 2 and x.dtype in _SUMMED_DTYPES:
+        # Two ranks exchange as many bytes in a ring, in two rounds. Other dtypes need a wider one there.
+        is_summed = linear_map.sums and (x.dtype in GLOO_DTYPES or x.is_complex())
+        if is_summed and not is_small and who.size > 2:
             return partial(begin_native, linear_map)
     return messages(linear_map, x)
 
@@ -273,9 +271,7 @@ def separate_parts(received: torch.Tensor, linear_map: Map) -> Tensors:
     """Return the results of a map from what this rank receives in one tensor, or zeros if that is empty."""
     lengths, is_separate = linear_map.received
     parts = split(received, lengths) if is_separate else (received,)
-    if not linear_map.rows:
-        return parts
-    return tuple([part if part.shape[0] else pad(part, linear_map.rows) for part in parts])
+    return tuple([pad(part, linear_map.rows) for part in parts]) if linear_map.rows else parts
 
 
 def start_traceable(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tensor]:
@@ -300,9 +296,7 @@ def start_traceable(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tens
 
 def _start_of_common_dtype(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tensor]:
     kind, who = linear_map.kind, linear_map.who
-    if kind == "all_reduce":
-        return start_traceable_collective("all_reduce", x, "sum", who.name)
-    if kind == "reduce":  # there is no traceable one
+    if kind in ("all_reduce", "reduce"):  # there is no traceable reduce
         total = start_traceable_collective("all_reduce", x, "sum", who.name)
         return lambda: total()[:0] if linear_map.received.are_empty else total()
     if kind == "broadcast":

@@ -10,18 +10,8 @@ from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
-from dist_autograd_collectives import arguments, linear, participation
-from dist_autograd_collectives.maps import (
-    TRANSPOSES,
-    Convention,
-    Kind,
-    Map,
-    Members,
-    Parts,
-    Tensors,
-    hash_of_names,
-    members,
-)
+from dist_autograd_collectives import arguments, linear, maps, participation
+from dist_autograd_collectives.maps import TRANSPOSES, Convention, Kind, Map, Members, Parts, Tensors
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,8 +32,7 @@ class Plan(Generic[T]):
         tensors: Tensors of the caller, whose dtypes are equal.
         terms: Every argument besides the title and the tensors that must be equal on all ranks.
         grad: The convention, where the two differ.
-        shapes: The shapes that must be equal on all ranks, if not those of all tensors.
-        uneven_dim: A dimension of theirs whose length may differ.
+        uneven_dim: A dimension whose length may differ; all others must be equal on all ranks.
 
     Attributes:
         splits: How many rows this rank sends to each rank, and how many it expects, if ranks know no others.
@@ -63,7 +52,6 @@ class Plan(Generic[T]):
         terms: str = "",
         *,
         grad: Convention | None = None,
-        shapes: Sequence[Sequence[int]] | None = None,
         uneven_dim: int | None = None,
     ) -> None:
         if grad not in (None, *TRANSPOSES):
@@ -71,7 +59,7 @@ class Plan(Generic[T]):
         self.title, self.who = title, who
         self.terms = f"{terms}, {grad}" if grad else terms
         self.steps: list[tuple[Compute, Map]] = []
-        found = [tuple(shape) for shape in shapes or [tensor.shape for tensor in tensors]]
+        found = [tuple(tensor.shape) for tensor in tensors]
         if uneven_dim is not None:
             found = [(*shape[:uneven_dim], -1, *shape[uneven_dim + 1 :]) for shape in found]
         self.shapes, self._dtype, self._transposes = found, tensors[0].dtype, TRANSPOSES[grad or "sum"]
@@ -105,12 +93,22 @@ class Plan(Generic[T]):
         return self.returning(lambda received: received[0].tolist())
 
     @functools.cached_property
-    def key(self) -> int:
+    def number(self) -> int:
         """What tells messages of its calls from those of calls with other shapes, dtypes or terms.
 
         A mean may be sent in another dtype than the tensor's.
         """
-        return hash((tuple(self.shapes), hash_of_names(self._dtype, self.terms)))
+        return hash((tuple(self.shapes), maps.hash_of_names(self._dtype, self.terms)))
+
+    def begin(self, tensors: Tensors, *, is_recorded: bool) -> int:
+        """Compare the ranks' calls, if that is switched on, and return the key of this one; on all ranks."""
+        if is_recorded:  # symbolic shapes have no hash, and graphs that are compiled no numbers
+            return 0 if torch.compiler.is_compiling() else hash((next(self.who.calls), 0))
+        if participation.compares():
+            participation.compare(self.who, f"{self.title}{self.terms}", tensors, self.shapes)
+            if self.splits is not None:
+                participation.compare_splits(self.who, *self.splits)
+        return hash((next(self.who.calls), self.number))
 
 
 def as_given(tensors: Tensors) -> Tensors:
@@ -138,22 +136,10 @@ class Call(Generic[T]):
 
     plan: Plan[T]
     tensors: Tensors
-    buffers: Tensors = ()
-    is_recorded: bool = False
-    is_traced: bool = False
-    key: int = 0
-
-    def begin(self) -> None:
-        """Compare the ranks' calls, if that is switched on, and take the key; once, on all ranks."""
-        plan = self.plan
-        if self.is_recorded:  # symbolic shapes have no hash, and graphs that are compiled no numbers
-            self.key = 0 if torch.compiler.is_compiling() else hash((plan.who.next_call(), 0))
-            return
-        if participation.compares():
-            participation.compare(plan.who, f"{plan.title}{plan.terms}", self.tensors, plan.shapes)
-            if plan.splits is not None:
-                participation.compare_splits(plan.who, *plan.splits)
-        self.key = hash((plan.who.next_call(), plan.key))
+    buffers: Tensors
+    is_recorded: bool
+    is_traced: bool
+    key: int
 
     def finish(self, received: Tensors, steps: Sequence[tuple[Compute, Map]]) -> T:
         """Run these steps on what the caller or the step before gave; return the result, also in buffers."""
@@ -203,28 +189,22 @@ class _Planner(Generic[T]):
             if "torch.Tensor" in one.annotation
         }
 
-    def named(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return a call's arguments by name, without checking them."""
-        # As many names as arguments: torch.compile of torch 2.6 takes zip to be strict.
-        names = self._positional[: len(args)]
-        return {**dict(zip(names, args, strict=False)), **kwargs}
-
     def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call[T]:
         """Return the call with these arguments, which all ranks make now; raises if they are wrong."""
+        # As many names as arguments: torch.compile of torch 2.6 takes zip to be strict.
+        names = self._positional[: len(args)]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
         try:
-            call = self.call(args, kwargs)
+            if len(given) < len(args) + len(kwargs):
+                self.signature.bind(*args, **kwargs)  # raises: there is one too many, or one is given twice
+            return self._call(given)
         except Exception as problem:
             if not torch.compiler.is_compiling() and participation.compares():
-                participation.tell(problem, self.named(args, kwargs).get("group"))
+                participation.tell(problem, given.get("group"))
             raise
-        call.begin()
-        return call
 
-    def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call[T]:
-        """Return the call with these arguments; raises if they are wrong."""
-        given = self.named(args, kwargs)
-        if len(given) < len(args) + len(kwargs):
-            self.signature.bind(*args, **kwargs)  # raises: there is one too many, or one is given twice
+    def _call(self, given: dict[str, Any]) -> Call[T]:
+        """Return the call with these arguments by name; raises if they are wrong."""
         recorded = linear.is_recorded()
         traced = recorded or linear.function_transforms_active()
         inputs: list[torch.Tensor] = []
@@ -242,17 +222,17 @@ class _Planner(Generic[T]):
             arguments.check_memory([*inputs, *buffers])
         # Symbolic shapes, in a graph that is recorded, have no hash.
         plan = self.function(**given) if recorded else self._plan(given)
+        key = plan.begin(tuple(inputs), is_recorded=recorded)
+        call = Call(plan, tuple(inputs), tuple(buffers), recorded, traced, key)
         if not plan.question:
-            return Call(plan, tuple(inputs), tuple(buffers), recorded, traced)
-        asked: Call[Any] = Call(plan, tuple(inputs))
-        asked.begin()
+            return call
         with linear.outside_transforms():  # nobody differentiates or records the lengths
-            given[plan.question] = asked.finish(asked.tensors, plan.steps)
-        return self.call((), given)
+            given[plan.question] = call.finish(call.tensors, plan.steps)
+        return self._call(given)
 
     def _plan(self, given: dict[str, Any]) -> Plan[T]:
         """Return the plan of an earlier call with such arguments, or make it."""
-        plans = members(given.get("group")).plans
+        plans = maps.members(given.get("group")).plans
         forms = [
             (name, _form(value, is_tensor=name in self._tensors))
             for name, value in given.items()

@@ -47,8 +47,7 @@ def broadcast(
     who, shape = members(group), tensor.shape
     root = arguments.root_in_group(who, src, group_src, "src")
     plan: Plan[Any] = Plan("broadcast", who, [tensor], f" from {root}", grad=grad)
-    length = maps.count(shape)
-    plan.map("broadcast", maps.as_rows, *who.from_root(root, length), length)
+    plan.map("broadcast", maps.as_rows, *who.from_root(root, shape))
     return plan.returning(lambda received: maps.of_shape(received[0], shape))
 
 
@@ -102,7 +101,7 @@ def all_gather_base(
         ``torch.distributed.nn.functional._all_gather_base``, which has no backward on Gloo.
     """
     who, shape = members(group), output_tensor.shape
-    arguments.check_buffer("output_tensor", output_tensor, input_tensor)
+    arguments.check_alike("output_tensor and input_tensor", [output_tensor, input_tensor], 2, shapes=False)
     if output_tensor.numel() != who.size * input_tensor.numel():
         raise ValueError(
             f"output_tensor has {output_tensor.numel()} elements, but {who.size} ranks send "
@@ -138,9 +137,8 @@ def gather(
     dst = 0 if dst is None and group_dst is None else dst
     root = arguments.root_in_group(who, dst, group_dst, "dst")
     plan: Plan[Any] = Plan("gather", who, [tensor], f" to {root}")
-    length = maps.count(shape)
-    received, sent = who.from_root(root, length)  # the other way round
-    plan.map("exchange", maps.as_rows, sent, Parts(received.lengths, separate=True), length)
+    received, sent, rows = who.from_root(root, shape)  # the other way round
+    plan.map("exchange", maps.as_rows, sent, Parts(received.lengths, separate=True), rows)
     return plan.returning(lambda received: tuple([maps.of_shape(part, shape) for part in received]))
 
 
@@ -182,16 +180,15 @@ def scatter(
     if tensors is not None:
         arguments.check_alike("tensors", tensors, who.size)
         like = tensors[0] if like is None else like
-        arguments.check_buffer("like", like, tensors[0], shape=True)
+        arguments.check_alike("tensors[0] and like", [tensors[0], like], 2)
     elif like is None or is_root:
         raise ValueError(f"the source needs a list of {who.size} tensors, other ranks a list or like=")
     shape = like.shape
-    length = maps.count(shape)
     plan: Plan[Any] = Plan("scatter", who, [like], f" from {root}")
     # What a receiver gives is part of the graph, too; without a list that is all that is given.
     own = lambda given: maps.as_rows(given[: count or 1])  # noqa: E731
-    sent, received = who.from_root(root, length)
-    plan.map("exchange", own, Parts(sent.lengths, separate=count > 0), received, length)
+    sent, received, rows = who.from_root(root, shape)
+    plan.map("exchange", own, Parts(sent.lengths, separate=count > 0), received, rows)
     return plan.returning(lambda received: maps.of_shape(received[0], shape))
 
 
@@ -236,14 +233,14 @@ def all_gather_cat(
         >>> tokens = all_gather_cat(mine, dim=1, sizes="auto")  # doctest: +SKIP
     """
     who, dim = members(group), arguments.dimension(tensor.ndim, dim)
-    title, own = "all_gather_cat", tensor.shape[dim]
-    if arguments.is_auto(sizes):
-        question: Plan[Any] = Plan(title, who, [tensor], f", {dim}, auto", grad=grad, uneven_dim=dim)
-        return question.asking("sizes", [own] * who.size)
+    own = tensor.shape[dim]
     lengths = arguments.known_sizes("sizes", own, sizes, who)
-    known = f", {dim}, {sizes if sizes is None else list(lengths)}"
-    uneven = None if sizes is None else dim
-    plan: Plan[Any] = Plan(title, who, [tensor], known, grad=grad, uneven_dim=uneven)
+    equal = sizes is None
+    terms = f", {dim}, {sizes if equal or lengths is None else list(lengths)}"
+    uneven_dim = None if equal else dim
+    plan: Plan[Any] = Plan("all_gather_cat", who, [tensor], terms, grad=grad, uneven_dim=uneven_dim)
+    if lengths is None:
+        return plan.asking("sizes", [own] * who.size)
     plan.map("all_gather", lambda given: (given[0].movedim(dim, 0),), Parts(), Parts(lengths))
     return plan.returning(lambda received: received[0].movedim(0, dim))
 

@@ -42,11 +42,12 @@ def all_to_all(
     who = members(group)
     arguments.check_alike("output_tensor_list", output_tensor_list, who.size, shapes=False)
     arguments.check_alike("input_tensor_list", input_tensor_list, who.size, shapes=False)
-    arguments.check_buffer("output_tensor_list", output_tensor_list[0], input_tensor_list[0])
+    firsts = [output_tensor_list[0], input_tensor_list[0]]
+    arguments.check_alike("output_tensor_list[0] and input_tensor_list[0]", firsts, 2, shapes=False)
     sent = Parts(tuple([entry.numel() for entry in input_tensor_list]), separate=True)
     received = Parts(tuple([entry.numel() for entry in output_tensor_list]), separate=True)
     shapes = [entry.shape for entry in output_tensor_list]
-    plan: Plan[Any] = Plan("all_to_all", who, input_tensor_list, shapes=[(-1,)])
+    plan: Plan[Any] = Plan("all_to_all", who, [input_tensor_list[0].flatten()], uneven_dim=0)
     plan.map("exchange", maps.flatten_each, sent, received, free=True)
     return plan.returning(lambda received: tuple(map(maps.of_shape, received, shapes)))
 
@@ -81,7 +82,7 @@ def all_to_all_single(
         ``torch.distributed.nn.functional.all_to_all_single``.
     """
     who = members(group)
-    arguments.check_buffer("output", output, input)
+    arguments.check_alike("output and input", [output, input], 2, shapes=False)
     for label, buffer in (("input", input), ("output", output)):
         if not buffer.ndim:
             raise ValueError(f"{label} has no dimension to split")
@@ -134,23 +135,23 @@ def all_to_all_dim(
     Example:
         >>> heads = all_to_all_dim(tokens, split_dim=2, cat_dim=1)  # doctest: +SKIP
     """
-    who, title = members(group), "all_to_all_dim"
+    who = members(group)
     split_dim, cat_dim = (arguments.dimension(tensor.ndim, dim) for dim in (split_dim, cat_dim))
     # The split dimension goes first, so that parts are contiguous in memory; the other one is at this place.
     shape = [tensor.shape[split_dim], *tensor.shape[:split_dim], *tensor.shape[split_dim + 1 :]]
     place = 0 if cat_dim == split_dim else cat_dim + int(cat_dim < split_dim)
     lengths = arguments.split_sizes("input_sizes", shape[0], input_sizes, who)
     kept = [lengths[who.rank], *shape[1:]]
-    terms = f", {split_dim}, {cat_dim}{f', {list(lengths)}' if place else ''}"
-    if arguments.is_auto(output_sizes):
-        question: Plan[Any] = Plan(title, who, [tensor], f"{terms}, auto", uneven_dim=cat_dim)
-        return question.asking("output_sizes", [kept[place]] * who.size if place else lengths)
     arriving = arguments.known_sizes("output_sizes", kept[place], output_sizes, who)
+    asked = ", auto" if arriving is None else ""
+    terms = f", {split_dim}, {cat_dim}{f', {list(lengths)}' if place else ''}{asked}"
+    plan: Plan[Any] = Plan("all_to_all_dim", who, [tensor], terms, uneven_dim=cat_dim)
+    if arriving is None:
+        return plan.asking("output_sizes", [kept[place]] * who.size if place else lengths)
     shapes = [[*kept[:place], length, *kept[place + 1 :]] for length in arriving]
     sent = Parts(tuple([length * math.prod(shape[1:]) for length in lengths]))
     incoming = [math.prod(shape) for shape in shapes]
     flat: Compute = lambda given: (given[0].movedim(split_dim, 0).flatten(),)  # noqa: E731
-    plan: Plan[Any] = Plan(title, who, [tensor], terms, uneven_dim=cat_dim)
     plan.map("exchange", flat, sent, Parts(tuple(incoming)), free=True)
 
     def join(received: Tensors) -> torch.Tensor:

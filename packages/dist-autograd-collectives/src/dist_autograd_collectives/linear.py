@@ -50,20 +50,16 @@ def is_traced() -> bool:
     return is_recorded() or function_transforms_active()
 
 
-def outside_transforms() -> contextlib.AbstractContextManager[object]:
+def outside_transforms() -> contextlib.ExitStack:
     """Return a context for making and sending tensors as if neither ``torch.func`` nor ``make_fx`` ran.
 
     torch's own way to do that for ``torch.func`` has no public name up to torch 2.15.
     """
-    transformed = function_transforms_active()
-    recorded = not torch.compiler.is_compiling() and proxy_tensor.get_proxy_mode() is not None
-    if not transformed and not recorded:
-        return contextlib.nullcontext()
     stack = contextlib.ExitStack()
-    if transformed:
+    if function_transforms_active():
         clear = private("torch._functorch.pyfunctorch", "temporarily_clear_interpreter_stack", _PURPOSE)
         stack.enter_context(clear())
-    if recorded:
+    if not torch.compiler.is_compiling() and proxy_tensor.get_proxy_mode() is not None:
         stack.enter_context(proxy_tensor.disable_proxy_modes_tracing())
     return stack
 
@@ -94,7 +90,9 @@ def apply(tensors: Tensors, linear_map: Map, key: int, *, is_traced: bool) -> Te
     """
     # torch.compile may trace this part of a call that began outside.
     if is_traced or torch.compiler.is_compiling() or has_batch(tensors):
-        return _apply_operator(tensors, linear_map, key)
+        # It takes and returns one tensor: separate parts are joined.
+        joined = backend.join_parts(tensors, linear_map)
+        return backend.separate_parts(_operator(joined, *_arguments(linear_map), key), linear_map)
     if in_forward_mode() or (torch.is_grad_enabled() and any(map(_needs_gradient, tensors))):
         results: Tensors = _Linear.apply(linear_map, key, *tensors)  # type: ignore[no-untyped-call]
         return results
@@ -124,19 +122,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> Tensors:
-        return apply(tangents, ctx.map, _key_of_tangents(ctx.key), is_traced=is_traced())
-
-
-def _key_of_tangents(key: int) -> int:
-    """Return the key for tangents of a call: a rank may leave out their backward, or that of the values."""
-    return hash((key, 1))
-
-
-def _apply_operator(tensors: Tensors, linear_map: Map, key: int) -> Tensors:
-    """Apply a linear map by the operator, which takes and returns one tensor: separate parts are joined."""
-    joined = backend.join_parts(tensors, linear_map)
-    received = _operator(joined, *_arguments(linear_map), key)
-    return backend.separate_parts(received, linear_map)
+        # A key of their own: a rank may leave out the backward of a call's tangents, or that of its values.
+        return apply(tangents, ctx.map, hash((ctx.key, 1)), is_traced=is_traced())
 
 
 def _arguments(linear_map: Map) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import weakref
 import zlib
@@ -52,6 +53,7 @@ class Members:
         rank: This rank in the group.
         ranks: All ranks in WORLD, in the group's order.
         others: The other ranks in the group, the next one first, so that not all send to one rank at once.
+        calls: The numbers of the next calls, which all ranks count, in every grad mode.
         plans: The plans of calls, by all that they depend on.
         abandoned: Waits for what was started, and will not be waited for by whom it concerns.
     """
@@ -64,7 +66,7 @@ class Members:
         self.others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         self.plans: dict[Any, Any] = {}
         self.abandoned: list[Callable[[], object]] = []
-        self._calls = 0
+        self.calls = itertools.count(1)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -77,19 +79,15 @@ class Members:
             pass
         raise RuntimeError("it was destroyed by destroy_process_group: run backward before")
 
-    def next_call(self) -> int:
-        """Return the number of the next call, which all ranks count, in every grad mode."""
-        self._calls += 1
-        return self._calls
-
     def only(self, rank: int | None, length: int) -> Parts:
         """Return parts of this length for one rank, or for none, and empty ones for the others."""
         return Parts(tuple([length if one == rank else 0 for one in range(self.size)]))
 
-    def from_root(self, root: int, length: int) -> tuple[Parts, Parts]:
-        """Return what this rank sends and receives if only one rank sends, parts of this length."""
-        received = self.only(root, length)
-        return Parts((received.lengths[self.rank],) * self.size), received
+    def from_root(self, root: int, shape: Sequence[int]) -> tuple[Parts, Parts, int]:
+        """Return what a rank sends and receives if one rank sends tensors of this shape, and their rows."""
+        rows = count(shape)
+        received = self.only(root, rows)
+        return Parts((received.lengths[self.rank],) * self.size), received, rows
 
 
 _members: weakref.WeakKeyDictionary[dist.ProcessGroup, Members] = weakref.WeakKeyDictionary()
@@ -229,11 +227,6 @@ def of_shape(received: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return received if received.shape == shape else received.view(shape)
 
 
-def flatten_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return all elements in one flat tensor."""
-    return concatenate(flatten_each(tensors))
-
-
 def flatten_each(tensors: Sequence[torch.Tensor]) -> Tensors:
     """Return each tensor's elements in a flat one."""
     return tuple([tensor.flatten() for tensor in tensors])
@@ -264,13 +257,11 @@ def split(joined: torch.Tensor, lengths: Sequence[int]) -> Tensors:
 
 
 def views_of_shapes(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> Tensors:
-    """Return the tensors whose elements :func:`flatten_all` has put into one.
+    """Return the tensors of these shapes whose elements lie one after the other in a flat one.
 
     They are views that may be changed in place, unlike those of ``torch.split``.
     """
-    found, start = [], 0
-    for shape in shapes:
-        length = math.prod(shape)
-        found.append(flat.narrow(0, start, length).view(shape))
-        start += length
-    return tuple(found)
+    ends = list(itertools.accumulate(map(math.prod, shapes)))
+    return tuple(
+        [flat[end - math.prod(shape) : end].view(shape) for end, shape in zip(ends, shapes, strict=True)]
+    )

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from dist_autograd_collectives import backend, linear
-from dist_autograd_collectives.collective import Call
+from dist_autograd_collectives.collective import Call, P, T
 from dist_autograd_collectives.maps import Map, Tensors
 from dist_utils.torch_compat import graph_task_id, profiler_range
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class Flight:
@@ -88,12 +85,12 @@ class Handle(Generic[T]):
     def __init__(self, call: Call[T]) -> None:
         self._call = call
         self._result: list[T] = []
+        self._lock = threading.RLock()
         self._with_gradients = torch.is_grad_enabled()
         self._loses_gradients = not self._with_gradients and any(x.requires_grad for x in call.tensors)
         if call.is_traced or linear.has_batch(call.tensors):
             self._result.append(call.finish(call.tensors, call.plan.steps))
             return
-        self._lock = threading.RLock()
         prepare, linear_map = call.plan.steps[0]
         self._flight = Flight(linear_map, call.key)
         self._token = _Launch.apply(self._flight, *prepare(call.tensors))  # type: ignore[no-untyped-call]
@@ -117,10 +114,9 @@ class Handle(Generic[T]):
                 "checkpoint with use_reentrant=True) from tensors that need one, and is waited for with "
                 "gradients: start it with gradients too, or from detached tensors"
             )
-        if not self._result:
-            with self._lock:
-                if not self._result:  # of another thread
-                    self._result.append(self._finish())
+        with self._lock:
+            if not self._result:
+                self._result.append(self._finish())
         return self._result[0]
 
     def _finish(self) -> T:

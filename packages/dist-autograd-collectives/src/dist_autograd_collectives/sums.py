@@ -136,8 +136,7 @@ def reduce_scatter(
         ``torch.distributed.nn.functional.reduce_scatter``, whose gradient ignores ``op``.
     """
     who, shape = members(group), output.shape
-    arguments.check_alike("input_list", input_list, who.size)
-    arguments.check_buffer("output", output, input_list[0], shape=True)
+    arguments.check_alike("input_list and output", [*input_list, output], who.size + 1)
     reduction = Reduction.parse(op, output.dtype, who.size)
     plan: Plan[Any] = Plan(f"reduce_scatter({reduction.name})", who, input_list)
     sent = Parts((maps.count(shape),) * who.size, separate=True)
@@ -250,7 +249,8 @@ def all_reduce_coalesced(
     arguments.check_alike("tensors", tensors, max(1, len(tensors)), shapes=False)
     reduction = Reduction.parse(op, tensors[0].dtype, who.size)
     plan: Plan[Any] = Plan(f"all_reduce_coalesced({reduction.name})", who, tensors, grad=grad)
-    reduce_all = _reduce_for_all(plan, reduction, maps.flatten_all, [sum(map(math.prod, shapes))])
+    flat = lambda given: maps.concatenate(maps.flatten_each(given))  # noqa: E731
+    reduce_all = _reduce_for_all(plan, reduction, flat, [sum(map(math.prod, shapes))])
     return plan.returning(lambda received: maps.views_of_shapes(reduce_all(received), shapes))
 
 
