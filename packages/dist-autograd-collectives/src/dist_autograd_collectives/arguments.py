@@ -81,10 +81,10 @@ def check_places(buffer: torch.Tensor) -> None:
             raise ValueError("the output is expanded: several of its elements share one place in memory")
 
 
-def fill(buffer: torch.Tensor, result: torch.Tensor, *, is_recorded: bool) -> None:
+def fill(buffer: torch.Tensor, result: torch.Tensor) -> None:
     """Copy a result into the caller's buffer, which is not part of the graph and may be reused."""
     # The mode in which the buffer was made: a started collective ends outside of inference mode.
-    inside = not is_recorded and buffer.is_inference()
+    inside = not torch.compiler.is_compiling() and buffer.is_inference()
     with torch.inference_mode() if inside else contextlib.nullcontext():
         buffer.detach().copy_(result.detach())
 

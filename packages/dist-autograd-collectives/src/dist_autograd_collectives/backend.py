@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import NoReturn, TypeAlias, cast
 
@@ -193,11 +193,9 @@ def messages(linear_map: Map, x: torch.Tensor) -> Way:
         own = parts[rank]
         results: Tensors = () if adds else linear_map.new_results(own)
         if adds:
-            places: Sequence[torch.Tensor] = [
-                own if one == rank else torch.empty_like(own) for one in range(who.size)
-            ]
+            places = [own if one == rank else torch.empty_like(own) for one in range(who.size)]
         else:
-            places = results[0].split_with_sizes(received.lengths) if is_joined else results
+            places = [*(results[0].split_with_sizes(received.lengths) if is_joined else results)]
         works = []
         for is_sent, peer, numbers in in_order:
             tag = _TAG + (numbers ^ key) % _TAG
@@ -271,7 +269,9 @@ def separate_parts(received: torch.Tensor, linear_map: Map) -> Tensors:
     """Return the results of a map from what this rank receives in one tensor, or zeros if that is empty."""
     lengths, is_separate = linear_map.received
     parts = split(received, lengths) if is_separate else (received,)
-    return tuple([pad(part, linear_map.rows) for part in parts]) if linear_map.rows else parts
+    if not linear_map.rows:
+        return parts
+    return tuple([part if part.shape[0] else pad(part, linear_map.rows) for part in parts])
 
 
 def start_traceable(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tensor]:

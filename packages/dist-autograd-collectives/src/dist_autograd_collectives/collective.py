@@ -104,16 +104,16 @@ class Plan(Generic[T]):
         """Compare the ranks' calls, if that is switched on, and return the key of this one; on all ranks."""
         if is_recorded:  # symbolic shapes have no hash, and graphs that are compiled no numbers
             return 0 if torch.compiler.is_compiling() else hash((next(self.who.calls), 0))
-        if participation.compares():
+        if participation.compares.get():
             participation.compare(self.who, f"{self.title}{self.terms}", tensors, self.shapes)
             if self.splits is not None:
                 participation.compare_splits(self.who, *self.splits)
         return hash((next(self.who.calls), self.number))
 
 
-def as_given(tensors: Tensors) -> Tensors:
-    """Return the tensors unchanged: a step that computes nothing."""
-    return tensors
+def as_given(given: T) -> T:
+    """Return a tensor, or several, unchanged: a step that computes nothing."""
+    return given
 
 
 def first(received: Tensors) -> torch.Tensor:
@@ -129,7 +129,6 @@ class Call(Generic[T]):
         plan: What it does.
         tensors: The caller's tensors.
         buffers: Where the caller wants the results, too.
-        is_recorded: Whether it becomes part of a graph, of ``torch.compile`` or ``make_fx``.
         is_traced: Whether something records or transforms it.
         key: What tells its messages from those of the group's other calls.
     """
@@ -137,7 +136,6 @@ class Call(Generic[T]):
     plan: Plan[T]
     tensors: Tensors
     buffers: Tensors
-    is_recorded: bool
     is_traced: bool
     key: int
 
@@ -149,7 +147,7 @@ class Call(Generic[T]):
         if self.buffers:
             results: Any = result if isinstance(result, tuple) else (result,)
             for buffer, part in zip(self.buffers, results, strict=True):
-                arguments.fill(buffer, part, is_recorded=self.is_recorded)
+                arguments.fill(buffer, part)
         return result
 
 
@@ -199,7 +197,7 @@ class _Planner(Generic[T]):
                 self.signature.bind(*args, **kwargs)  # raises: there is one too many, or one is given twice
             return self._call(given)
         except Exception as problem:
-            if not torch.compiler.is_compiling() and participation.compares():
+            if not torch.compiler.is_compiling() and participation.compares.get():
                 participation.tell(problem, given.get("group"))
             raise
 
@@ -223,7 +221,7 @@ class _Planner(Generic[T]):
         # Symbolic shapes, in a graph that is recorded, have no hash.
         plan = self.function(**given) if recorded else self._plan(given)
         key = plan.begin(tuple(inputs), is_recorded=recorded)
-        call = Call(plan, tuple(inputs), tuple(buffers), recorded, traced, key)
+        call = Call(plan, tuple(inputs), tuple(buffers), traced, key)
         if not plan.question:
             return call
         with linear.outside_transforms():  # nobody differentiates or records the lengths

@@ -176,12 +176,11 @@ def scatter(
     who, count = members(group), 0 if tensors is None else len(tensors)
     src = 0 if src is None and group_src is None else src
     root = arguments.root_in_group(who, src, group_src, "src")
-    is_root = who.rank == root
     if tensors is not None:
         arguments.check_alike("tensors", tensors, who.size)
         like = tensors[0] if like is None else like
         arguments.check_alike("tensors[0] and like", [tensors[0], like], 2)
-    elif like is None or is_root:
+    elif like is None or who.rank == root:
         raise ValueError(f"the source needs a list of {who.size} tensors, other ranks a list or like=")
     shape = like.shape
     plan: Plan[Any] = Plan("scatter", who, [like], f" from {root}")
@@ -235,9 +234,8 @@ def all_gather_cat(
     who, dim = members(group), arguments.dimension(tensor.ndim, dim)
     own = tensor.shape[dim]
     lengths = arguments.known_sizes("sizes", own, sizes, who)
-    equal = sizes is None
-    terms = f", {dim}, {sizes if equal or lengths is None else list(lengths)}"
-    uneven_dim = None if equal else dim
+    terms = f", {dim}, {sizes if sizes is None or lengths is None else list(lengths)}"
+    uneven_dim = None if sizes is None else dim
     plan: Plan[Any] = Plan("all_gather_cat", who, [tensor], terms, grad=grad, uneven_dim=uneven_dim)
     if lengths is None:
         return plan.asking("sizes", [own] * who.size)

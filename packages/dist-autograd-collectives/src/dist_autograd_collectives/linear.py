@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from typing import Any, cast
 
 import torch
@@ -93,13 +92,11 @@ def apply(tensors: Tensors, linear_map: Map, key: int, *, is_traced: bool) -> Te
         # It takes and returns one tensor: separate parts are joined.
         joined = backend.join_parts(tensors, linear_map)
         return backend.separate_parts(_operator(joined, *_arguments(linear_map), key), linear_map)
-    if in_forward_mode() or (torch.is_grad_enabled() and any(map(_needs_gradient, tensors))):
+    if in_forward_mode() or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         results: Tensors = _Linear.apply(linear_map, key, *tensors)  # type: ignore[no-untyped-call]
         return results
     return backend.run(tensors, linear_map, key)
 
-
-_needs_gradient = operator.attrgetter("requires_grad")
 
 SAVED = torch.empty(0)
 """Saved for backward instead of a value, of which none is needed: a checkpoint reruns only what precedes the

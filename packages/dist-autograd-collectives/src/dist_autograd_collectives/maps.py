@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -256,12 +255,11 @@ def split(joined: torch.Tensor, lengths: Sequence[int]) -> Tensors:
     return tuple(part.squeeze(0) for part in torch.split(joined.unsqueeze(0), list(lengths), 1))
 
 
-def views_of_shapes(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> Tensors:
+def views_of_shapes(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> Tensors:
     """Return the tensors of these shapes whose elements lie one after the other in a flat one.
 
     They are views that may be changed in place, unlike those of ``torch.split``.
     """
-    ends = list(itertools.accumulate(map(math.prod, shapes)))
-    return tuple(
-        [flat[end - math.prod(shape) : end].view(shape) for end, shape in zip(ends, shapes, strict=True)]
-    )
+    ends = itertools.accumulate(shape.numel() for shape in shapes)
+    places = zip(ends, shapes, strict=True)
+    return tuple([flat[end - shape.numel() : end].view(shape) for end, shape in places])

@@ -78,9 +78,10 @@ def anchored(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_()
 
 
-_compares: ContextVar[bool] = ContextVar(
+compares: ContextVar[bool] = ContextVar(
     "compares", default=os.environ.get("DIST_AUTOGRAD_CHECK", "") not in ("", "0")
 )
+"""Whether calls of this thread are compared."""
 
 
 @contextlib.contextmanager
@@ -110,16 +111,11 @@ def compare_calls(enabled: bool = True) -> Iterator[None]:
         >>> with compare_calls():  # doctest: +SKIP
         ...     total = all_reduce(tensor)
     """
-    token = _compares.set(enabled)
+    token = compares.set(enabled)
     try:
         yield
     finally:
-        _compares.reset(token)
-
-
-def compares() -> bool:
-    """Return whether calls of this thread are compared."""
-    return _compares.get()
+        compares.reset(token)
 
 
 def compare(who: Members, called: str, tensors: Tensors, shapes: Sequence[Sequence[int]]) -> None:
@@ -152,8 +148,7 @@ def _description(tensor: torch.Tensor, shape: Sequence[int], needs_gradient: boo
     lengths = ", ".join("any" if length < 0 else str(length) for length in shape)
     needs = "a gradient" if needs_gradient else "no gradient"
     what = f"shape ({lengths}), {tensor.dtype} on {tensor.device.type}, which needs {needs}"
-    transformed = transformed_as(tensor)
-    return f"{what}, {transformed}" if transformed else what
+    return ", ".join(filter(None, [what, transformed_as(tensor)]))
 
 
 def _require_same(who: Members, claim: TensorClaim, problem: Exception | None = None) -> None:

@@ -125,14 +125,15 @@ def sum_of_parts(parts: Sequence[torch.Tensor], own: int, wide: torch.dtype) -> 
         wide: The dtype in which they are added, of :func:`dtype_of_sums`.
     """
     dtype = parts[0].dtype
-    parts = [part.to(wide) for part in parts]
+    if wide != dtype:
+        parts = [part.to(wide) for part in parts]
     # The first two in either order are one sum: added up in memory of another rank's part.
     total, *others = parts if own else (parts[1], parts[0], *parts[2:])
     if total.is_inference() and not torch.is_inference_mode_enabled():  # the mode has ended since
         total = total.clone()
     for part in others:
         total.add_(part)
-    return total.to(dtype)
+    return total if wide == dtype else total.to(dtype)
 
 
 def dtype_of_sums(dtype: torch.dtype, count: int) -> torch.dtype:

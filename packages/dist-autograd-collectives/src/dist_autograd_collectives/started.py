@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from dist_autograd_collectives import backend, linear
-from dist_autograd_collectives.collective import Call, P, T
+from dist_autograd_collectives.collective import Call, P, T, as_given
 from dist_autograd_collectives.maps import Map, Tensors
 from dist_utils.torch_compat import graph_task_id, profiler_range
 
@@ -85,12 +85,12 @@ class Handle(Generic[T]):
     def __init__(self, call: Call[T]) -> None:
         self._call = call
         self._result: list[T] = []
-        self._lock = threading.RLock()
         self._with_gradients = torch.is_grad_enabled()
         self._loses_gradients = not self._with_gradients and any(x.requires_grad for x in call.tensors)
         if call.is_traced or linear.has_batch(call.tensors):
             self._result.append(call.finish(call.tensors, call.plan.steps))
             return
+        self._lock = threading.RLock()
         prepare, linear_map = call.plan.steps[0]
         self._flight = Flight(linear_map, call.key)
         self._token = _Launch.apply(self._flight, *prepare(call.tensors))  # type: ignore[no-untyped-call]
@@ -114,9 +114,10 @@ class Handle(Generic[T]):
                 "checkpoint with use_reentrant=True) from tensors that need one, and is waited for with "
                 "gradients: start it with gradients too, or from detached tensors"
             )
-        with self._lock:
-            if not self._result:
-                self._result.append(self._finish())
+        if not self._result:
+            with self._lock:
+                if not self._result:  # of another thread
+                    self._result.append(self._finish())
         return self._result[0]
 
     def _finish(self) -> T:
@@ -125,14 +126,10 @@ class Handle(Generic[T]):
             linear.outside_transforms(),
             torch.inference_mode(False),  # Dynamo takes no keyword
             torch.set_grad_enabled(self._with_gradients),
-            saved_tensors_hooks(_same, _same),
+            saved_tensors_hooks(as_given, as_given),
         ):
             arrived = _Arrive.apply(self._flight, self._token)  # type: ignore[no-untyped-call]
             return self._call.finish(arrived, self._call.plan.steps[1:])
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:

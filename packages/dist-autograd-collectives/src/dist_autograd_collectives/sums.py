@@ -184,8 +184,7 @@ def reduce_scatter_dim(
     reduction = Reduction.parse(op, tensor.dtype, who.size)
     terms = f", {dim}, {list(lengths)}"
     plan: Plan[Any] = Plan(f"reduce_scatter_dim({reduction.name})", who, [tensor], terms)
-    moved: Compute = lambda given: (given[0].movedim(dim, 0),)  # noqa: E731
-    reduce_part = _reduce_for_each(plan, reduction, moved, Parts(lengths))
+    reduce_part = _reduce_for_each(plan, reduction, lambda given: (given[0].movedim(dim, 0),), Parts(lengths))
     return plan.returning(lambda received: reduce_part(received).movedim(0, dim))
 
 
