@@ -86,6 +86,19 @@ def alike(means):
 SHAPES = [(48, 80), (1, 48), (96, 40), (7, 3), (40, 40)]
 
 
+def test_no_section_is_empty_and_the_rest_goes_along_with_the_last_one():
+    large, bias = (4096, 4096), (1, 4096)
+    for shapes, matrices in (
+        ([large], [1]),
+        ([bias, large], [1]),
+        ([large, bias, large], [1, 1]),
+        ([bias], [0]),
+    ):
+        sections = arrange(shapes, 8).in_sections()
+        assert [len(one.matrices) for one in sections] == matrices
+        assert [len(one.rest) for one in sections] == [0] * (len(sections) - 1) + [shapes.count(bias)]
+
+
 def test_matrices_that_are_worth_it_get_factors_and_the_rest_does_not():
     arrangement = arrange(SHAPES, 8)
     assert [(one.start, one.rows, one.columns) for one in arrangement.matrices] == [

@@ -72,7 +72,7 @@ def test_steps_that_do_not_count_leave_everything_and_runs_resume_bitwise(name):
         assert without_residuals
 
 
-SECTIONS = [[(1024, 512), (128,)], [(768, 1024)]]
+SECTIONS = [[(1024, 512)], [(128,), (768, 1024)]]
 """Shapes in a bucket that is averaged in two sections, by section."""
 
 

@@ -261,16 +261,6 @@ BLOCK_MATH void mean_block(const Work& work, int64_t block, int64_t index, int64
         for (int64_t i = 0; i < block; ++i) mean[i] = grown(mean[i]);
 }
 
-// The values to encode; `residual` may be null.
-template <class Value>
-BLOCK_MATH void load(const typename Value::Stored* __restrict stored, const uint16_t* __restrict residual, int64_t count,
-                     float* __restrict values) {
-    if (residual)
-        for (int64_t i = 0; i < count; ++i) values[i] = with_residual(Value::widen(stored[i]), residual[i]);
-    else
-        for (int64_t i = 0; i < count; ++i) values[i] = Value::widen(stored[i]);
-}
-
 template <class Value>
 BLOCK_MATH void store(const float* __restrict values, int64_t count, typename Value::Stored* __restrict stored) {
     for (int64_t i = 0; i < count; ++i) stored[i] = Value::narrow(values[i]);
@@ -320,7 +310,7 @@ struct LowRankKernels {  // by dtype; each does some rows, or columns, of a matr
     template <class Value>                                                                                     \
     TARGET void load(const void* tensor, const uint16_t* residual, int64_t count, float* values) {             \
         auto stored = static_cast<const typename Value::Stored*>(tensor);                                      \
-        WITH_USUAL_BLOCKS(count, (::load<Value>(stored, residual, block, values)))                             \
+        WITH_USUAL_BLOCKS(count, (cpu_low_rank::load<Value>(stored, residual, block, values)))                 \
     }                                                                                                          \
     template <class Value>                                                                                     \
     TARGET void store(const float* values, int64_t count, void* tensor) {                                      \
@@ -524,21 +514,27 @@ void run(Kernel kernel, const BlockKernels& kernels, int threads, const Work& wo
 
 enum LowRank { kMultiply, kMultiplyTransposed, kRestore, kFindBasis, kFollow };
 
-void run_low_rank(int which, const LowRankKernels& kernels, int threads, int dtype,
-                  const cpu_low_rank::Work& work) {
-    if (which >= kFindBasis) {  // of factors alone
-        auto whole = which == kFindBasis ? kernels.find_basis : kernels.follow;
+// One of several calls. Python makes it (`CpuKernels.run_on_factors` of kernels/cpu.py), in 64-bit words.
+struct LowRankTask {
+    int64_t kernel, dtype;
+    cpu_low_rank::Work work;
+};
+
+void run_low_rank(const LowRankKernels& kernels, int threads, const LowRankTask& task) {
+    const cpu_low_rank::Work& work = task.work;
+    if (task.kernel >= kFindBasis) {  // of factors alone
+        auto whole = task.kernel == kFindBasis ? kernels.find_basis : kernels.follow;
         return divide(1, 1, [&](int64_t, int64_t) { whole(work); });
     }
-    const LowRankKernel* by_dtype = which == kMultiply ? kernels.multiply
-                                    : which == kMultiplyTransposed ? kernels.multiply_transposed
-                                                                   : kernels.restore;
+    const LowRankKernel* by_dtype = task.kernel == kMultiply ? kernels.multiply
+                                    : task.kernel == kMultiplyTransposed ? kernels.multiply_transposed
+                                                                         : kernels.restore;
     // Threads share the rows or the columns, a cache line of them at a time.
-    int64_t length = which == kMultiplyTransposed ? work.columns : work.rows;
+    int64_t length = task.kernel == kMultiplyTransposed ? work.columns : work.rows;
     int64_t pieces = (length + cpu_low_rank::kSums - 1) / cpu_low_rank::kSums;
     auto part = [&](int64_t first, int64_t last) {
         if (first < last)
-            by_dtype[dtype](work, first * cpu_low_rank::kSums, std::min(last * cpu_low_rank::kSums, length));
+            by_dtype[task.dtype](work, first * cpu_low_rank::kSums, std::min(last * cpu_low_rank::kSums, length));
     };
     divide(pieces, parts_of(work.rows * work.columns, threads), part);
 }
@@ -559,7 +555,7 @@ EXPORTED const char* quant_instruction_set(int index) {
 
 // The version of the functions here and of Work. A library that was built from other sources must not be
 // called.
-EXPORTED int quant_abi() { return 5; }
+EXPORTED int quant_abi() { return 6; }
 
 // Returns 0; 1 if there is no such kernel, or no such instruction set on this processor; 2 without enough
 // memory.
@@ -574,12 +570,15 @@ EXPORTED int quant_run(int kernel, int instruction_set, int threads, const Work*
     return 0;
 }
 
-// Does as quant_run, for products of a gradient of this dtype and its factors.
-EXPORTED int quant_low_rank(int kernel, int instruction_set, int threads, int dtype,
-                            const cpu_low_rank::Work* work) {
-    if (kernel < 0 || kernel > kFollow || !quant_instruction_set(instruction_set)) return 1;
+// Does as quant_run, for several products of gradients and their factors, one after another.
+EXPORTED int quant_low_rank(int instruction_set, int threads, const LowRankTask* tasks, int64_t count) {
+    if (!quant_instruction_set(instruction_set)) return 1;
+    const LowRankKernels& kernels = *instruction_sets()[instruction_set].low_rank;
     try {
-        run_low_rank(kernel, *instruction_sets()[instruction_set].low_rank, threads, dtype, *work);
+        for (int64_t i = 0; i < count; ++i) {
+            if (tasks[i].kernel < 0 || tasks[i].kernel > kFollow) return 1;
+            run_low_rank(kernels, threads, tasks[i]);
+        }
     } catch (const std::exception&) {
         return 2;
     }

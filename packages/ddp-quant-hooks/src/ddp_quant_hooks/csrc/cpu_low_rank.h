@@ -83,15 +83,20 @@ BLOCK_MATH void add_residual(const typename Value::Stored* __restrict values, co
         for (int64_t i = 0; i < count; ++i) to[i] = with_residual(Value::widen(values[i]), residual[i]);
 }
 
+// Writes values with their residuals, which may be null.
+template <class Value>
+BLOCK_MATH void load(const typename Value::Stored* __restrict values, const uint16_t* __restrict residual, int64_t count,
+                     float* __restrict to) {
+    if (residual) return add_residual<Value>(values, residual, count, to);
+    for (int64_t i = 0; i < count; ++i) to[i] = Value::widen(values[i]);
+}
+
 // Writes `count` elements of the matrix, from row `row` and column `column` on, and zeros up to a multiple of 16.
 template <class Value>
 BLOCK_MATH void load_matrix(const Work& work, int64_t row, int64_t column, int64_t count, float* __restrict to) {
     int64_t start = row * work.columns + column;
     auto values = static_cast<const typename Value::Stored*>(work.values) + start;
-    if (work.residual)
-        add_residual<Value>(values, work.residual + start, count, to);
-    else
-        for (int64_t i = 0; i < count; ++i) to[i] = Value::widen(values[i]);
+    load<Value>(values, work.residual ? work.residual + start : nullptr, count, to);
     for (int64_t i = count; i % kSums; ++i) to[i] = 0.0f;
 }
 
@@ -381,16 +386,24 @@ constexpr double kDependent = 0x1p-32;
 // Added to mean squares of rows and columns, which are relative to the largest one.
 constexpr double kLeastSquare = 0x1p-14;
 
-// NaN wins.
-BLOCK_MATH double larger(double value, double largest) { return value <= largest ? largest : value; }
+// The largest magnitude; NaN wins. Of bits, of which the compiler can compare many at a time.
+BLOCK_MATH double largest_magnitude(const std::vector<double>& values) {
+    int64_t largest = 0;
+    for (double value : values) {
+        int64_t bits;
+        memcpy(&bits, &value, sizeof bits);
+        largest = std::max(largest, bits & INT64_MAX);
+    }
+    double found;
+    memcpy(&found, &largest, sizeof found);
+    return found;
+}
 
 BLOCK_MATH double largest_square(const float* values, int64_t length) {
-    double largest = 0.0;
-    for (int64_t i = 0; i < length; ++i) {
-        double value = values[i];
-        largest = larger(value * value, largest);
-    }
-    return largest;
+    int32_t largest = 0;
+    for (int64_t i = 0; i < length; ++i) largest = std::max(largest, magnitude_bits(values[i]));
+    double value = float_of(static_cast<uint32_t>(largest));
+    return value * value;
 }
 
 // Adds the squares of a factor's column, times a weight, to the squares of the matrix's rows, or columns.
@@ -403,8 +416,7 @@ BLOCK_MATH void add_squares(const float* column, int64_t length, double weight, 
 
 // Replaces squares by their roots, relative to the largest one.
 BLOCK_MATH void take_roots(std::vector<double>& squares) {
-    double largest = 0.0;
-    for (double square : squares) largest = larger(square, largest);
+    double largest = largest_magnitude(squares);
     for (double& square : squares) square = std::sqrt((largest == 0.0 ? 0.0 : square / largest) + kLeastSquare);
 }
 
@@ -489,11 +501,8 @@ BLOCK_MATH void follow(const Work& work) {
     for (int64_t k = 0; k < work.rank; ++k) {
         const float* from = work.mean_right + k * work.columns;
         float* to = work.sums + k * work.columns;
-        double largest = 0.0;
-        for (int64_t i = 0; i < work.columns; ++i) {
-            column[static_cast<size_t>(i)] = from[i] / roots[static_cast<size_t>(i)];
-            largest = larger(std::abs(column[static_cast<size_t>(i)]), largest);
-        }
+        for (int64_t i = 0; i < work.columns; ++i) column[static_cast<size_t>(i)] = from[i] / roots[static_cast<size_t>(i)];
+        double largest = largest_magnitude(column);
         int exponent;
         double power = std::frexp(largest, &exponent) / largest;  // of two, so that nothing is rounded
         for (int64_t i = 0; i < work.columns; ++i)

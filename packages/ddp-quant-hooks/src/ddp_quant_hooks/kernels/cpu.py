@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FORMATS = {"int8": 0, "int4": 1, "fp16": 2, "int1": 3}
 
 _ENCODE, _REDUCE, _DECODE = range(3)
-_ABI = 5
+_ABI = 6
 _NO_MEMORY = 2
 
 
@@ -76,7 +77,12 @@ class CpuKernels:
         if not hasattr(self._library, "quant_abi") or self._library.quant_abi() != _ABI:
             raise OSError(f"{path} was built from other sources than this version's: install it again")
         self._library.quant_run.argtypes = (*(ctypes.c_int,) * 3, ctypes.POINTER(_Work))
-        self._library.quant_low_rank.argtypes = (*(ctypes.c_int,) * 4, ctypes.POINTER(ctypes.c_int64))
+        self._library.quant_low_rank.argtypes = (
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.POINTER(ctypes.c_int64),
+            ctypes.c_int64,
+        )
         self._library.quant_instruction_set.restype = ctypes.c_char_p
         names = iter(map(self._library.quant_instruction_set, itertools.count()).__next__, None)
         self.available = [name.decode() for name in names]
@@ -108,12 +114,15 @@ class CpuKernels:
             code = self._library.quant_run(kernel, self._index, threads, ctypes.byref(work))
             self._require_done(code)
 
-    def run_on_factors(self, call: FactorCall) -> None:
-        """Do a call; see :class:`ddp_quant_hooks.kernels.dispatch.Backend`."""
-        words = call.words()
-        kernel, dtype = KERNELS.index(call.kernel), _DTYPES[call.matrix.values.dtype]
-        work = (ctypes.c_int64 * len(words))(*words)
-        self._require_done(self._library.quant_low_rank(kernel, self._index, _thread_count(), dtype, work))
+    def run_on_factors(self, calls: Sequence[FactorCall]) -> None:
+        """Do calls; see :class:`ddp_quant_hooks.kernels.dispatch.Backend`."""
+        words = [
+            word
+            for call in calls
+            for word in (KERNELS.index(call.kernel), _DTYPES[call.matrix.values.dtype], *call.words())
+        ]
+        tasks = (ctypes.c_int64 * len(words))(*words)
+        self._require_done(self._library.quant_low_rank(self._index, _thread_count(), tasks, len(calls)))
 
     def _require_done(self, code: int) -> None:
         if code == _NO_MEMORY:

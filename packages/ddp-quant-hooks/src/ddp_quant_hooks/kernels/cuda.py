@@ -135,11 +135,15 @@ class CudaKernels:
 
     # ---- matrices and their factors ----
 
-    def run_on_factors(self, call: FactorCall) -> None:
-        """Do a call; see :class:`ddp_quant_hooks.kernels.dispatch.Backend`."""
-        if call.rank > MOST_RANK and call.kernel in {"find_basis", "follow"}:
-            torch_ops.run_on_factors(call)
-            return
+    def run_on_factors(self, calls: Sequence[FactorCall]) -> None:
+        """Do calls; see :class:`ddp_quant_hooks.kernels.dispatch.Backend`."""
+        for call in calls:
+            if call.rank > MOST_RANK and call.kernel in {"find_basis", "follow"}:
+                torch_ops.run_on_factors([call])
+            else:
+                self._run_on_factors(call)
+
+    def _run_on_factors(self, call: FactorCall) -> None:
         scratch_bytes, launches = low_rank_launches(call)
         scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=call.device)
         for program, width, height in launches:

@@ -35,8 +35,8 @@ class Backend(Protocol):
     def run(self, call: KernelCall) -> None:
         """Do a call that has values; shards may be empty."""
 
-    def run_on_factors(self, call: FactorCall) -> None:
-        """Do a call on a matrix and factors of it, or on factors alone."""
+    def run_on_factors(self, calls: Sequence[FactorCall]) -> None:
+        """Do calls on matrices and factors of them, or on factors alone, one after another."""
 
     def affine_encode(self, values: torch.Tensor, message: torch.Tensor, layout: AffineLayout) -> None:
         """Write the message of the values."""
@@ -292,8 +292,7 @@ def multiply(matrix: Matrix, right: torch.Tensor, left: torch.Tensor) -> None:
     Raises:
         TypeError, ValueError: A tensor has another dtype, shape or device than the matrix asks for, or gaps.
     """
-    rows, columns = matrix.values.shape
-    _run_on_factors(FactorCall("multiply", rows, columns, len(right), matrix, right=right, sums=left))
+    run_on_factors([FactorCall.multiply(matrix, right, left)])
 
 
 def multiply_transposed(matrix: Matrix, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -307,10 +306,7 @@ def multiply_transposed(matrix: Matrix, left: torch.Tensor, right: torch.Tensor)
     Raises:
         TypeError, ValueError: As :func:`multiply`.
     """
-    rows, columns = matrix.values.shape
-    _run_on_factors(
-        FactorCall("multiply_transposed", rows, columns, len(left), matrix, left=left, sums=right)
-    )
+    run_on_factors([FactorCall.multiply_transposed(matrix, left, right)])
 
 
 def restore(
@@ -333,10 +329,7 @@ def restore(
     Raises:
         TypeError, ValueError: As :func:`multiply`.
     """
-    rows, columns = matrix.values.shape
-    _run_on_factors(
-        FactorCall("restore", rows, columns, len(left), matrix, new_residual, left, right, mean_right)
-    )
+    run_on_factors([FactorCall.restore(matrix, left, right, mean_right, new_residual)])
     if not matrix.values.is_inference():  # which has no version
         torch.autograd.graph.increment_version(matrix.values)  # autograd does not see compiled kernels
 
@@ -357,8 +350,7 @@ def find_basis(mean: torch.Tensor, left: torch.Tensor, weights: torch.Tensor) ->
     Raises:
         TypeError, ValueError: As :func:`multiply`.
     """
-    rank, rows = mean.shape
-    _run_on_factors(FactorCall("find_basis", rows, 0, rank, left=mean, sums=left, weights=weights))
+    run_on_factors([FactorCall.find_basis(mean, left, weights)])
 
 
 def follow(left: torch.Tensor, right: torch.Tensor, next_right: torch.Tensor) -> None:
@@ -376,15 +368,23 @@ def follow(left: torch.Tensor, right: torch.Tensor, next_right: torch.Tensor) ->
     Raises:
         TypeError, ValueError: As :func:`multiply`.
     """
-    rank, rows = left.shape
-    _run_on_factors(
-        FactorCall("follow", rows, right.shape[1], rank, left=left, mean_right=right, sums=next_right)
-    )
+    run_on_factors([FactorCall.follow(left, right, next_right)])
 
 
-def _run_on_factors(call: FactorCall) -> None:
-    call.check()
-    backend_for(call.device).run_on_factors(call)
+def run_on_factors(calls: Sequence[FactorCall], *, check: bool = True) -> None:
+    """Do calls of the functions above one after another, all of them on one device.
+
+    Args:
+        calls: Perhaps none.
+        check: As for :func:`encode_shards`; of many small matrices, checks take longer than products.
+
+    Raises:
+        TypeError, ValueError: As :func:`multiply`.
+    """
+    for call in calls if check else ():
+        call.check()
+    if calls:
+        backend_for(calls[0].device).run_on_factors(calls)
 
 
 # ---- the backends ----

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 """Version of the message format and of how values are chunked and sharded, equal on all ranks."""
 
 Format: TypeAlias = Literal["int8", "int4", "fp16", "int1", "bfloat16", "float16"]

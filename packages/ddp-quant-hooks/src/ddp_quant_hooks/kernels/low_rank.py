@@ -11,6 +11,7 @@ one order, whatever computes it, and each operator rounds once:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -59,7 +60,7 @@ _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class FactorCall(NamedTuple):
-    """A kernel's call on a matrix and factors of it, or on factors alone; see :mod:`.dispatch`.
+    """A call of a kernel on a matrix and factors of it, or on factors alone; see :mod:`.dispatch`.
 
     Attributes:
         kernel: Which one.
@@ -87,6 +88,43 @@ class FactorCall(NamedTuple):
     mean_right: torch.Tensor = _NOTHING
     sums: torch.Tensor = _NOTHING
     weights: torch.Tensor = _NOTHING
+
+    @classmethod
+    def multiply(cls, matrix: Matrix, right: torch.Tensor, left: torch.Tensor) -> FactorCall:
+        """Return the call of :func:`ddp_quant_hooks.kernels.dispatch.multiply`."""
+        rows, columns = matrix.values.shape
+        return cls("multiply", rows, columns, len(right), matrix, right=right, sums=left)
+
+    @classmethod
+    def multiply_transposed(cls, matrix: Matrix, left: torch.Tensor, right: torch.Tensor) -> FactorCall:
+        """Return the call of :func:`ddp_quant_hooks.kernels.dispatch.multiply_transposed`."""
+        rows, columns = matrix.values.shape
+        return cls("multiply_transposed", rows, columns, len(left), matrix, left=left, sums=right)
+
+    @classmethod
+    def restore(
+        cls,
+        matrix: Matrix,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        mean_right: torch.Tensor,
+        new_residual: torch.Tensor,
+    ) -> FactorCall:
+        """Return the call of :func:`ddp_quant_hooks.kernels.dispatch.restore`."""
+        rows, columns = matrix.values.shape
+        return cls("restore", rows, columns, len(left), matrix, new_residual, left, right, mean_right)
+
+    @classmethod
+    def find_basis(cls, mean: torch.Tensor, left: torch.Tensor, weights: torch.Tensor) -> FactorCall:
+        """Return the call of :func:`ddp_quant_hooks.kernels.dispatch.find_basis`."""
+        rank, rows = mean.shape
+        return cls("find_basis", rows, 0, rank, left=mean, sums=left, weights=weights)
+
+    @classmethod
+    def follow(cls, left: torch.Tensor, right: torch.Tensor, next_right: torch.Tensor) -> FactorCall:
+        """Return the call of :func:`ddp_quant_hooks.kernels.dispatch.follow`."""
+        rank, rows = left.shape
+        return cls("follow", rows, right.shape[1], rank, left=left, mean_right=right, sums=next_right)
 
     @property
     def device(self) -> torch.device:
@@ -124,9 +162,10 @@ class FactorCall(NamedTuple):
 
 
 @torch.no_grad()
-def run(call: FactorCall) -> None:
-    """Do a call; see :class:`ddp_quant_hooks.kernels.dispatch.Backend`."""
-    _BY_NAME[call.kernel](call)
+def run(calls: Sequence[FactorCall]) -> None:
+    """Do calls; see :class:`ddp_quant_hooks.kernels.dispatch.Backend`."""
+    for call in calls:
+        _BY_NAME[call.kernel](call)
 
 
 def _multiply(call: FactorCall) -> None:

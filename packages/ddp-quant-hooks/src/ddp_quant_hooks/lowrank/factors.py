@@ -24,7 +24,7 @@ import torch
 from ddp_quant_hooks.exchange.plan import Span
 from ddp_quant_hooks.exchange.values import Values, put_back
 from ddp_quant_hooks.kernels import dispatch
-from ddp_quant_hooks.kernels.low_rank import Matrix
+from ddp_quant_hooks.kernels.low_rank import FactorCall, Matrix
 
 RankRule: TypeAlias = int | Literal["auto"]
 """The number of columns of factors: of all, or by the sides of each matrix."""
@@ -96,15 +96,18 @@ class Arrangement:
         return [len(one.span) for one in self.matrices]
 
     def in_sections(self) -> list[Arrangement]:
-        """Return this in parts that send about the same, and not too little; the rest is in the first."""
+        """Return this in parts that send about the same, and not too little.
+
+        The rest is in the last one: what the first one sends is waited for with least to do meanwhile.
+        """
         sent = [one.rank * (one.rows + one.columns) for one in self.matrices]
         count = max(1, min(MOST_SECTIONS, sum(sent) // LEAST_SECTION))
         sections, before = [list[MatrixPart]() for _ in range(count)], 0
         for part, length in zip(self.matrices, sent, strict=True):
             sections[(before + length // 2) * count // sum(sent)].append(part)
             before += length
-        first, *others = map(tuple, sections)
-        return [Arrangement(first, self.rest), *(Arrangement(some, ()) for some in others if some)]
+        *others, last = [tuple(some) for some in sections if some] or [()]
+        return [*(Arrangement(some, ()) for some in others), Arrangement(last, self.rest)]
 
 
 def matrix_shape(shape: Sequence[int], strides: Sequence[int] | None = None) -> tuple[int, int]:
@@ -172,7 +175,7 @@ class Factors:
         next_right: torch.Tensor,
         left_over: torch.Tensor | None = None,
     ) -> None:
-        self._parts = arrangement.matrices
+        self._parts, self._values = arrangement.matrices, values
         self._left_lengths, self._right_lengths = arrangement.left_lengths, arrangement.right_lengths
         self._matrices = [
             Matrix(
@@ -184,18 +187,16 @@ class Factors:
         self._new_residuals = [part.in_bucket(new_residual) for part in self._parts]
         self._matrix_lengths = arrangement.matrix_lengths
         self._left_over = self._new_residuals if left_over is None else self._of_matrices(left_over)
-        self._rest = [_Rest(values.parts(span), residual, new_residual, span) for span in arrangement.rest]
+        self._rest = _Rest(arrangement.rest, values, residual, new_residual)
         self._right, self._next_right = self._rights(right), self._rights(next_right)
         self._device = values.device
 
     def left_row(self) -> torch.Tensor:
         """Return this rank's left factors and the rest, to be averaged over the ranks in place."""
         row = torch.empty(sum(self._left_lengths), dtype=torch.float32, device=self._device)
-        lefts, rests = self._lefts(row)
-        for matrix, right, left in zip(self._matrices, self._right, lefts, strict=True):
-            dispatch.multiply(matrix, right, left)
-        for one, part in zip(self._rest, rests, strict=True):
-            one.write_sum(part)
+        lefts, rest = self._lefts(row)
+        dispatch.run_on_factors([*map(FactorCall.multiply, self._matrices, self._right, lefts)], check=False)
+        self._rest.write_sum(rest)
         self._row = row
         return row
 
@@ -205,16 +206,15 @@ class Factors:
         Args:
             lost: What :meth:`left_row` has lost by rounding on this rank, of its share of the mean.
         """
-        means, rests = self._lefts(self._row)
-        weights = [torch.empty_like(mean) for mean in means]
-        self._left = [torch.empty_like(mean) for mean in means]
-        for mean, left, weight in zip(means, self._left, weights, strict=True):
-            dispatch.find_basis(mean, left, weight)
-        for one, mean, of_rest in zip(self._rest, rests, self._lefts(lost)[1], strict=True):
-            one.put_mean(mean, of_rest)
+        means, rest = self._lefts(self._row)
+        self._left, _ = self._lefts(torch.empty_like(self._row))
+        weights, _ = self._lefts(torch.empty_like(self._row))
         self._row = torch.empty(sum(self._right_lengths), dtype=torch.float32, device=self._device)
-        for matrix, weight, right in zip(self._matrices, weights, self._rights(self._row), strict=True):
-            dispatch.multiply_transposed(matrix, weight, right)
+        rights = self._rights(self._row)
+        calls = [*map(FactorCall.find_basis, means, self._left, weights)]
+        calls += map(FactorCall.multiply_transposed, self._matrices, weights, rights)
+        dispatch.run_on_factors(calls, check=False)
+        self._rest.put_mean(rest, lost[len(lost) - len(rest) :])
         self._own = self._row.clone()
         return self._row
 
@@ -226,11 +226,10 @@ class Factors:
         """
         self._own -= lost
         means, owns = self._rights(self._row), self._rights(self._own)
-        for matrix, left, own, mean, left_over, next_right in zip(
-            self._matrices, self._left, owns, means, self._left_over, self._next_right, strict=True
-        ):
-            dispatch.restore(matrix, left, own, mean, left_over)
-            dispatch.follow(left, mean, next_right)
+        calls = [*map(FactorCall.restore, self._matrices, self._left, owns, means, self._left_over)]
+        calls += map(FactorCall.follow, self._left, means, self._next_right)
+        dispatch.run_on_factors(calls, check=False)
+        self._values.mark_written()
 
     def add(self, row: torch.Tensor, lost: torch.Tensor) -> None:
         """Add to the mean gradient what :meth:`restore` has left over, after its average.
@@ -251,12 +250,11 @@ class Factors:
         parts = torch.split(row, self._matrix_lengths) if self._matrix_lengths else ()
         return [one.view(part.rows, part.columns) for one, part in zip(parts, self._parts, strict=True)]
 
-    def _lefts(self, row: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _lefts(self, row: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Return the left factors in a row, and the rest behind them."""
-        parts, count = torch.split(row, self._left_lengths), len(self._parts)
-        return [one.view(part.rank, -1) for one, part in zip(parts, self._parts, strict=False)], list(
-            parts[count:]
-        )
+        lengths = self._left_lengths[: len(self._parts)]
+        *parts, rest = torch.split(row, [*lengths, len(row) - sum(lengths)])
+        return [one.view(part.rank, -1) for one, part in zip(parts, self._parts, strict=True)], rest
 
     def _rights(self, row: torch.Tensor) -> list[torch.Tensor]:
         """Return the right factors in a row."""
@@ -268,31 +266,33 @@ class _Rest:
     """Values that have no factors.
 
     Args:
-        values: In the tensors that have them.
-        residual: Of the whole bucket, or ``None``.
-        new_residual: Of the whole bucket.
-        span: Where the values are there.
+        spans: Where they are in the bucket.
+        values: Of the whole bucket.
+        residual: Likewise, or ``None``.
+        new_residual: Likewise.
     """
 
     def __init__(
         self,
-        values: Sequence[torch.Tensor],
+        spans: Sequence[Span],
+        values: Values,
         residual: torch.Tensor | None,
         new_residual: torch.Tensor,
-        span: Span,
     ) -> None:
-        here = slice(span.start, span.stop)
-        self._values, self._new_residual = values, new_residual[here]
-        self._residual = None if residual is None else residual[here]
+        self._values = values.parts_of(spans)
+        self._residuals = [] if residual is None else [residual[one.start : one.stop] for one in spans]
+        self._new_residuals = [new_residual[one.start : one.stop] for one in spans]
 
     def write_sum(self, row: torch.Tensor) -> None:
         """Write the values and what is left of earlier ones."""
-        put_back([row], torch.cat([one.float() for one in self._values]))
-        if self._residual is not None:
-            row += self._residual
+        if self._values:
+            row.copy_(torch.cat(self._values))
+        if self._residuals:
+            row += torch.cat(self._residuals).float()
 
     def put_mean(self, mean: torch.Tensor, lost: torch.Tensor) -> None:
         """Write the mean in place of the values, and keep what was lost."""
-        limits = torch.finfo(self._values[0].dtype)
-        put_back(self._values, mean.clamp(limits.min, limits.max))  # a mean that was finite stays so
-        self._new_residual.copy_(lost)
+        if self._values:
+            limits = torch.finfo(self._values[0].dtype)
+            put_back(self._values, mean.clamp(limits.min, limits.max))  # a mean that was finite stays so
+            put_back(self._new_residuals, lost.to(torch.bfloat16))
