@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap import overlap_optimizer
+from ddp_optim_overlap.passes import backward_pass
 from dist_utils.process_groups import same_error
 from dist_utils.testing import run_ranks, same_bits
 
@@ -158,6 +159,14 @@ def _difference(found, expected, place):
     else:
         return f"{place} is {found!r}, expected {expected!r}"
     return next(_difference(*pair, where) for where, *pair in parts if not same_bits(*pair))
+
+
+@contextlib.contextmanager
+def early_steps():
+    """Step what waits for a later average at once, as where steps take long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backward_pass, "_LEAST_SECONDS", 0.0)
+        yield
 
 
 @contextlib.contextmanager

@@ -169,6 +169,8 @@ def require_same(make_optimizers, *, options=None, **arguments):
         warnings.filterwarnings("error", message=".*lr_scheduler.step")  # of a missing optimizer.step()
         ordinary = train(make_optimizers, **arguments)
         runs.assert_same(train(make_optimizers, options, **arguments), ordinary, "overlapped")
+        with runs.early_steps():
+            runs.assert_same(train(make_optimizers, options, **arguments), ordinary, "stepped early")
         if can_release(arguments):
             if not arguments.get("set_to_none", True):  # zeros would be added to: -0.0 becomes 0.0
                 ordinary = train(make_optimizers, **{**arguments, "set_to_none": True})

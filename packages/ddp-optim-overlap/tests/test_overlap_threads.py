@@ -109,7 +109,8 @@ def check_what_was_hidden(cap):
 
     options = {**DECLARED, "comm_hook": hook}
     ddp, optimizer, handle = runs.start(watched, options=options, bucket_cap_mb=cap)
-    runs.train_on(ddp, optimizer, runs.batches(2))
+    with runs.early_steps():
+        runs.train_on(ddp, optimizer, runs.batches(2))
     report = handle.wait()
     assert 0 <= report.seconds_hidden < report.seconds, report
     assert (report.buckets > 1) == (report.seconds_hidden > 0) == (cap < 1), report

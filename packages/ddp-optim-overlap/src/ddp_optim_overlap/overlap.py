@@ -133,8 +133,9 @@ def overlap_optimizer(
     millisecond. You may remove it, but it raises errors with their type and notices gradients that were
     changed too late.
 
-    On CPUs the thread of ``backward()`` steps at its end, where it would only wait for the last averages; on
-    accelerators each step is enqueued behind its average.
+    On CPUs the thread of ``backward()`` steps at its end, where it would only wait for the last averages: a
+    part as soon as its step takes six milliseconds, and the rest at last. On accelerators each step is
+    enqueued behind its average.
 
     ``backward()`` raises errors with a report of what was stepped: :class:`CommunicationError`,
     :class:`StepError`. A second backward pass that adds to used gradients raises :class:`DoubleBackwardError`

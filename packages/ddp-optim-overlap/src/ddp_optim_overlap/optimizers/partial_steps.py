@@ -47,12 +47,15 @@ class PartialSteps:
         reviewed: Whether its class is known to step per parameter, and to set no option.
 
     Attributes:
-        places: Its parameters, and for each the number of its group and its position there, usually once.
+        parameters: Those of all groups, in order.
+        places: For each of them, by ``id``, the number of its group and its position there, usually once. The
+            hash of a tensor is computed in Python.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, reviewed: bool = False) -> None:
         self.optimizer, self._reviewed = optimizer, reviewed
-        self.places: dict[torch.Tensor, list[tuple[int, int]]] = {}
+        self.parameters: list[torch.Tensor] = []
+        self.places: dict[int, list[tuple[int, int]]] = {}
         self._members: list[list[int]] = []
         self._loaded: list[dict[str, Any]] | None = None  # load_state_dict() makes another list
         self.begin()
@@ -71,9 +74,10 @@ class PartialSteps:
         if members == self._members and groups is self._loaded:
             return False
         self._members, self._loaded = members, groups
+        self.parameters = parameters_of(self.optimizer)
         self.places = {}
-        for number, group in enumerate(groups):
-            for position, parameter in enumerate(group["params"]):
+        for number, group in enumerate(members):
+            for position, parameter in enumerate(group):
                 self.places.setdefault(parameter, []).append((number, position))
         return True
 
@@ -85,7 +89,7 @@ class PartialSteps:
         """
         positions: dict[int, list[int]] = defaultdict(list)
         for parameter in parameters:
-            for number, position in self.places.get(parameter, ()):
+            for number, position in self.places.get(id(parameter), ()):
                 positions[number].append(position)
         if not positions:
             return

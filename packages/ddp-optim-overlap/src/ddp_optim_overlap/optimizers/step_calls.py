@@ -145,7 +145,8 @@ class LoopStepper(Stepper):
     def finish(self, gradients: GradientWatch) -> None:
         """Clean up after a backward pass that has stepped, and expect the loop's calls."""
         super().finish(gradients)
-        self._pending = {one: StepInputs(one, gradients.marks) for one in self.optimizers}
+        inputs = map(StepInputs, self.optimizers, gradients.marks)
+        self._pending = dict(zip(self.optimizers, inputs, strict=True))
         for one in self.optimizers:
             mark_stepped(one)
 

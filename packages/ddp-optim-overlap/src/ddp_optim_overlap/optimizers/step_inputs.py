@@ -7,8 +7,9 @@ the values of a sample are compared, too, on their device: reading its memory ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,8 +24,12 @@ _SAMPLED = 2
 _VALUES = 128
 """How many values of a parameter, and of its gradient, from its beginning."""
 
-_Sample = dict[tuple[torch.device, torch.dtype], torch.Tensor]
-"""Values of tensors, put together by device and dtype."""
+
+class _Sample(NamedTuple):
+    """Values of tensors: in the host's memory as bytes, others put together by device and dtype."""
+
+    on_host: bytes
+    elsewhere: dict[tuple[torch.device, torch.dtype], torch.Tensor]
 
 
 class StepInputs:
@@ -35,13 +40,13 @@ class StepInputs:
 
     Args:
         optimizer: The optimizer that was stepped.
-        marks: The marks of used gradients, those of other parameters among them.
+        marks: The marks of its gradients, in the order of its parameters.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, marks: Mapping[torch.Tensor, GradientMark]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, marks: Sequence[GradientMark]) -> None:
         self._options, self._state = _options_of(optimizer), optimizer.state
         self._parameters = parameters_of(optimizer)
-        self._marks = [marks.get(one) for one in self._parameters]
+        self._marks = marks
         self._versions = tensor_versions(self._parameters)
         self._sample = self._values_now()
 
@@ -74,15 +79,22 @@ class StepInputs:
     def _values_now(self) -> _Sample:
         """Return the sampled values, at this point of the device's stream.
 
-        Costs one kernel for each dtype and device, and three for each comparison. No tensor is kept.
+        Costs one kernel for each dtype and accelerator, and three for each comparison. No tensor is kept.
         """
-        by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        on_host = []
+        elsewhere: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for parameter in self._parameters[:: max(1, len(self._parameters) // _SAMPLED)]:
             for tensor in (parameter, parameter.grad):
-                if tensor is not None and _is_dense(tensor):
-                    first = tensor.detach().as_strided((min(tensor.numel(), _VALUES),), (1,))
-                    by_kind.setdefault((tensor.device, tensor.dtype), []).append(first)
-        return {kind: torch.cat(values) for kind, values in by_kind.items()}
+                if tensor is None or not _is_dense(tensor):
+                    continue
+                count = min(tensor.numel(), _VALUES)
+                if tensor.is_cpu and (address := tensor.data_ptr()):
+                    on_host.append(ctypes.string_at(address, count * tensor.element_size()))
+                else:
+                    first = tensor.detach().as_strided((count,), (1,))
+                    elsewhere.setdefault((tensor.device, tensor.dtype), []).append(first)
+        together = {kind: torch.cat(values) for kind, values in elsewhere.items()}
+        return _Sample(b"".join(on_host), together)
 
 
 def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -119,11 +131,14 @@ class Comparison:
     """
 
     def __init__(self, before: _Sample, now: _Sample) -> None:
-        sizes_before, sizes_now = ({kind: len(one) for kind, one in each.items()} for each in (before, now))
-        self._other_tensors = sizes_before != sizes_now
-        pairs = [] if self._other_tensors else [(one, now[kind]) for kind, one in before.items()]
+        sizes_before, sizes_now = (
+            {kind: len(one) for kind, one in each.elsewhere.items()} for each in (before, now)
+        )
+        self._differs = before.on_host != now.on_host or sizes_before != sizes_now
+        kinds = [] if self._differs else list(before.elsewhere)
+        pairs = [(before.elsewhere[kind], now.elsewhere[kind]) for kind in kinds]
         differ = [one.view(torch.uint8).ne(other.view(torch.uint8)).any() for one, other in pairs]
-        self._differ = [one.to("cpu", non_blocking=True) for one in differ]
+        self._on_devices = [one.to("cpu", non_blocking=True) for one in differ]
         self._events = [_record_event(device) for device in {one.device for one in differ if not one.is_cpu}]
         self.is_known = not self._events
 
@@ -131,7 +146,7 @@ class Comparison:
         """Return the answer. Waits until the devices have computed the comparison."""
         for event in self._events:
             event.synchronize()
-        return self._other_tensors or any(map(bool, self._differ))
+        return self._differs or any(map(bool, self._on_devices))
 
 
 def _record_event(device: torch.device) -> Any:

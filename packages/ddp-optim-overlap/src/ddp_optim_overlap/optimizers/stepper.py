@@ -102,11 +102,11 @@ class Stepper:
         if len(averaged) != self._known_averaged:
             self._known_averaged = len(averaged)
             self._not_averaged = [
-                (part, one) for part in self.parts for one in part.places if one not in averaged
+                (part, one) for part in self.parts for one in part.parameters if one not in averaged
             ]
         for part, parameter in self._not_averaged:
             if parameter.requires_grad or parameter.grad is not None:
-                number, position = part.places[parameter][0]
+                number, position = part.places[id(parameter)][0]
                 raise ConfigError(
                     f"parameter {position} in group {number} of {type(part.optimizer).__name__}, of shape "
                     f"{tuple(parameter.shape)}, is not one that this DDP model averages, as it is another "
@@ -118,7 +118,7 @@ class Stepper:
         """Clip those of a whole bucket's gradients that the optimizers step with."""
         if self._clip is None:
             return
-        stepped = [one for one in parameters if any(one in part.places for part in self.parts)]
+        stepped = [one for one in parameters if any(id(one) in part.places for part in self.parts)]
         if stepped:
             self._clip.clip(stepped)
 
@@ -137,11 +137,11 @@ class Stepper:
         """
         for part in self.parts:
             part.finish()
-        parameters = [one for part in self.parts for one in part.places]
         if self._drops_gradients:
-            for one in parameters:
-                one.grad = None
-        gradients.mark_as_used(parameters)
+            for part in self.parts:
+                for one in part.parameters:
+                    one.grad = None
+        gradients.mark_as_used([part.parameters for part in self.parts])
 
     def remove(self, gradients: GradientWatch) -> None:
         """End the overlap.

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from enum import Enum
 from weakref import WeakValueDictionary
 
@@ -25,17 +24,9 @@ from ddp_optim_overlap.passes.release import GradientRelease
 from dist_utils.process_groups import error_text
 from dist_utils.torch_compat import private, profiler_range
 
-_LEAST_CALL = 2**20
-"""Stepping this many bytes of gradients takes longer than calling the optimizer."""
-
-_LARGEST_SHARE = 0.5
-"""The share of a pass that is stepped as soon as it is averaged. Each call competes for the interpreter with
-hooks that work on a thread: with 10 MB in 8 bits in 10 buckets, over 1 Gbit/s, one call for each bucket took
-1.22 of the ordinary loop's time, calls of 4 MiB 1.11, and two calls 1.09 (two hosts, two cores)."""
-
-_LARGEST_CALL = 2**23
-"""So many bytes are always worth a call. With half of 60 MB a call the network hid less: 0.98 of the ordinary
-loop's time, with calls of this size 0.95 (foreach AdamW, 1 Gbit/s, two hosts)."""
+_LEAST_SECONDS = 0.006
+"""A part whose step takes so long is stepped while later averages are awaited. Each call costs up to half a
+millisecond besides the step, and competes with hooks that work on a thread."""
 
 _MOST_SECONDS = 5.0
 """How long averages of a failed pass are waited for: some hooks never complete them."""
@@ -54,39 +45,59 @@ class BackwardPass:
     """The buckets of one backward pass.
 
     Everything happens on the thread of ``backward()``. What hides a step is not another thread but the wire:
-    while the last averages are on their way, this thread would only wait for them.
+    while the last averages are on their way, this thread would only wait for them. What nothing hides is
+    stepped in one call when DDP is through, with the ``.grad`` that DDP has written: lending views of buckets
+    to 80 parameters took a tenth of a millisecond.
 
     Args:
         stepper: Steps parameters.
         state: What it does with its buckets.
         number: Its number among the passes that step, 0 if it was not to step.
+        pace: That of an earlier pass, 0 if it is not known.
 
     Attributes:
         state: As given, or what it does since.
-        report: What was stepped so far.
+        number: As given.
         failure: Why nothing more of it is stepped; ``backward()`` raises it.
         is_complete: Whether its last bucket was handed over.
         tasks: Marks of torch's tasks that have handed over buckets and still run, by their numbers. A pass
             inside it, such as a checkpoint's, is a task of its own.
         released: Frees the gradients of stepped buckets, if set.
+        steps_unused: Whether parameters that no rank has used are stepped, with a zero gradient, which DDP
+            does not write into ``.grad``.
+        pace: The seconds that the step of a byte of gradients took, in this pass or before.
     """
 
-    def __init__(self, stepper: Stepper, state: PassState, number: int = 0) -> None:
-        self.state, self.report = state, StepReport(number)
+    def __init__(self, stepper: Stepper, state: PassState, number: int = 0, pace: float = 0.0) -> None:
+        self.state, self.number, self.pace = state, number, pace
         self.failure: OverlapError | None = None
         self.is_complete = False
         self.tasks: WeakValueDictionary[int, TaskMark] = WeakValueDictionary()
         self.released: GradientRelease | None = None
+        self.steps_unused = False
         self._stepper = stepper
         self._waiting: deque[Bucket] = deque()
-        """Buckets that were handed over and are not stepped yet, the oldest first."""
+        """Buckets that were handed over and DDP does not have yet, the oldest first."""
+        self._rest: list[Bucket] = []
+        """Buckets that DDP has and that are to be stepped after it."""
         self._averages: list[torch.futures.Future[object]] = []
+        self._buckets = 0
+        self._stepped: tuple[int, ...] = ()
+        self._partial: tuple[int, ...] = ()
+        self._seconds = self._seconds_hidden = 0.0
         self._maybe_exposed = 0.0  # seconds of steps that no wait for an average has hidden yet
+
+    @property
+    def report(self) -> StepReport:
+        """What was stepped so far."""
+        return StepReport(
+            self.number, self._buckets, self._stepped, self._partial, self._seconds, self._seconds_hidden
+        )
 
     def hand_over(self, bucket: Bucket) -> None:
         """Take a bucket whose average has begun."""
         self._averages.append(bucket.average)
-        self.report = replace(self.report, buckets=len(self._averages))
+        self._buckets += 1
 
     def queue(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
         """Let a bucket wait for its step; return the future for DDP."""
@@ -109,34 +120,45 @@ class BackwardPass:
         if not due:
             return
         share_used(due)()  # first: a rank that has failed is noticed here at once
-        half = _LARGEST_SHARE * sum(bucket.nbytes for bucket in due)
-        nbytes = min(max(_LEAST_CALL, half), _LARGEST_CALL)
         while due:
-            together = self._await_averages(due, nbytes)
+            together = self._await_averages(due)
+            del due[: len(together)]
+            if not due and self.released is None and not self.steps_unused:
+                self._rest = together
+                self.leave_waiting()
+                break
             for average in self.step_now(together):
                 self._waiting.popleft().done.set_result(average)
-            del due[: len(together)]
 
-    def _await_averages(self, due: Sequence[Bucket], enough: float) -> list[Bucket]:
+    def step_rest(self) -> None:
+        """Step the buckets that are left, when DDP has written their averages into ``.grad``.
+
+        Raises:
+            OverlapError: As :meth:`step_now`.
+        """
+        rest, self._rest = self._rest, []
+        if rest and self.state is PassState.STEPS:
+            self._call_step(rest, contextlib.nullcontext())
+
+    def _await_averages(self, due: Sequence[Bucket]) -> list[Bucket]:
         """Return the oldest buckets when they are averaged, so many that they are worth a call of a step."""
         together: list[Bucket] = []
-        nbytes = 0
+        seconds = 0.0
         for bucket in due:
-            # The wait for the next average hides the step of those before; nothing hides the last step.
-            worth_a_call = nbytes >= enough or (together and bucket is due[-1])
-            if worth_a_call and not bucket.average.done():
+            # The wait for the next average hides the step of those before.
+            if together and seconds >= _LEAST_SECONDS and not bucket.average.done():
                 break
             self._await_average(bucket)
             together.append(bucket)
-            nbytes += bucket.nbytes
+            seconds += bucket.nbytes * self.pace
             if self.released is not None:  # memory is freed as early as possible
                 break
         return together
 
     def _await_average(self, bucket: Bucket) -> None:
         if not bucket.average.done():  # so the steps so far are hidden behind it
-            hidden = self.report.seconds_hidden + self._maybe_exposed
-            self.report, self._maybe_exposed = replace(self.report, seconds_hidden=hidden), 0.0
+            self._seconds_hidden += self._maybe_exposed
+            self._maybe_exposed = 0.0
         bucket.await_average(None if self.released is None else self.released.seconds_to_wait)
 
     def step_now(self, buckets: Sequence[Bucket]) -> list[torch.Tensor]:
@@ -151,31 +173,37 @@ class BackwardPass:
         """
         if self.state is not PassState.STEPS:
             return [bucket.buffer for bucket in buckets]
-        indices = tuple(bucket.index for bucket in buckets)
-        parameters = [one for bucket in buckets for one in bucket.parameters]
         averages = [one for bucket in buckets for one in bucket.averages()]
+        self._call_step(buckets, lend_gradients(_parameters_of(buckets), averages))
+        if self.released is not None:  # then it is one bucket
+            return [self.released.give_back(buckets[0], averages)]
+        return [bucket.buffer for bucket in buckets]
+
+    def _call_step(
+        self, buckets: Sequence[Bucket], gradients: contextlib.AbstractContextManager[None]
+    ) -> None:
+        indices = tuple(bucket.index for bucket in buckets)
+        parameters = _parameters_of(buckets)
         device = buckets[0].buffer.device
         began = time.perf_counter()
         try:
             name = f"overlapped step:bucket_{'_'.join(map(str, indices))}"
-            with _modes_of_step(device, name), lend_gradients(parameters, averages):
+            with _modes_of_step(device, name), gradients:
                 for bucket in buckets:
                     self._stepper.prepare(bucket.parameters)
                 for part in [parameters] if self.released is None else self.released.parts(buckets[0]):
                     self._stepper.step(part)
-            results = [bucket.buffer for bucket in buckets]
-            if self.released is not None:  # then it is one bucket
-                results = [self.released.give_back(buckets[0], averages)]
         except BaseException as error:
-            self.report = replace(self.report, partial=indices)
+            self._partial = indices
             kind = type(error) if isinstance(error, UnsupportedOptimizerError) else StepError
             text = f"the step of bucket {', '.join(map(str, indices))} failed: {error_text(error)}"
             raise kind(text, self.report) from error
-        seconds, before = time.perf_counter() - began, self.report
-        self.report = replace(before, stepped=before.stepped + indices, seconds=before.seconds + seconds)
+        seconds = time.perf_counter() - began
+        self.pace = seconds / max(1, sum(bucket.nbytes for bucket in buckets))
+        self._stepped += indices
+        self._seconds += seconds
         if device.type == "cpu":
             self._maybe_exposed += seconds
-        return results
 
     def pop_failure(self) -> OverlapError | None:
         """Return the failure, to be raised, and keep it no longer: its frames would keep the model alive."""
@@ -204,6 +232,10 @@ class BackwardPass:
             self.released.end()
         if self.failure is None:
             self._averages = []  # they hold buffers, which DDP may replace
+
+
+def _parameters_of(buckets: Sequence[Bucket]) -> list[torch.Tensor]:
+    return [one for bucket in buckets for one in bucket.parameters]
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -42,7 +41,8 @@ class Bucket:
         self.parameters: list[torch.Tensor] = bucket.parameters()
         self.buffer = bucket.buffer()
         self.views = [self.buffer] if self.buffer.is_sparse else _views(bucket, self.parameters)
-        self._strides = [strides.setdefault(one, one.stride()) for one in self.parameters]
+        self._with_layout = [one for one in self.parameters if one.dim() > 1]
+        self._strides = [strides.setdefault(one, one.stride()) for one in self._with_layout]
 
     def begin(self, average: torch.futures.Future[Any], used: list[bool] | None) -> None:
         """Begin a pass in which this is its average."""
@@ -52,12 +52,12 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """The size of its gradients; sparse ones vary in size and count as enough for a step."""
-        return sys.maxsize if self.buffer.is_sparse else self.buffer.nbytes
+        """The size of its gradients; sparse ones vary in size and count as a mebibyte."""
+        return 2**20 if self.buffer.is_sparse else self.buffer.nbytes
 
     def require_same_layout(self) -> None:
         """Raise if the memory layout of a parameter has changed since DDP was made."""
-        if [parameter.stride() for parameter in self.parameters] != self._strides:
+        if [parameter.stride() for parameter in self._with_layout] != self._strides:
             raise ConfigError(
                 "the memory layout of a parameter was changed after DDP was made, for example by "
                 "model.to(memory_format=torch.channels_last): change it before, or make a new DDP model"

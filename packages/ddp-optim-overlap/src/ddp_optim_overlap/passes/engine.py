@@ -173,7 +173,7 @@ class Engine:
         # communication but does not step, as in the ordinary loop.
         steps = not self.paused and worker is not None and inside_backward()
         state, number = (PassState.STEPS, self.report.number + 1) if steps else (PassState.AVERAGES, 0)
-        self._current = current = BackwardPass(self._stepper, state, number)
+        self._current = current = BackwardPass(self._stepper, state, number, self._current.pace)
         if worker is None:
             self._compare_after_error()
             return
@@ -190,6 +190,7 @@ class Engine:
         if steps:
             self._follow_task(current)  # from here on, others ask whether the pass runs
             self._stepper.begin()
+            current.steps_unused = not self._skips_unused and model is not None and may_leave_out(model)
             averaged = self._known_buckets.parameters
             if averaged:  # else this is the first pass, whose last bucket shows
                 self._stepper.require_averaged(averaged)
@@ -229,9 +230,13 @@ class Engine:
             self.gradients.forget_arrivals()
             # DDP rebuilds its buckets after the first pass, and with lazy_bucket_allocation (torch 2.15) it
             # has buffers only during a backward pass.
-            if self.passes == 1 or getattr(self._model(), "lazy_bucket_allocation", False):
+            if self.passes == 1 or self._allocates_buckets():
                 self._known_buckets.forget()
         return self._step(current, known, last=last)
+
+    def _allocates_buckets(self) -> bool:
+        model = self._model()
+        return model is not None and bool(vars(model).get("lazy_bucket_allocation"))
 
     def _step(
         self, current: BackwardPass, known: Bucket, *, last: bool
@@ -244,9 +249,11 @@ class Engine:
             if self._release is not None and not last:
                 self._step_waiting(current, leave=IN_FLIGHT)
         if last and is_inside_node():
-            at_end_of_backward(partial(self._step_rest, current))
+            at_end_of_backward(partial(self._step_hidden, current))
         elif last:  # DDP will not return to this thread: the first pass of a static graph, or join()
-            self._step_rest(current)
+            self._step_hidden(current)
+            if not inside_backward():
+                self._step_rest(current)  # under join(): nobody calls :meth:`_finish`
         if current.failure is not None and not inside_backward():
             return failed_future(same_error(current.failure), known.buffer)
         return done
@@ -277,17 +284,31 @@ class Engine:
         if current.failure is not None:
             current.leave_waiting()
 
-    def _step_rest(self, current: BackwardPass) -> None:
-        """Step all buckets that wait, and let the ranks meet."""
+    def _step_hidden(self, current: BackwardPass) -> None:
+        """Step what averages on their way hide, until DDP can have all buckets."""
         self._step_waiting(current)
-        try:
-            self._peers.meet(self.passes, paused=self.paused, failed=current.failure is not None)
-        except Exception as error:  # noqa: BLE001 - likewise
-            self._fail(current, error)
+        if not self._peers.on_host:
+            self._meet(current)
         ends_alone = self._peers.on_host and self._ddp_sends_last() and inside_backward()
         if current.failure is not None and ends_alone:
             current.end()
             _raise(current.pop_failure())  # DDP would wait for ranks that may not come
+
+    def _step_rest(self, current: BackwardPass) -> None:
+        """Step what is left, and let the ranks meet."""
+        try:
+            current.step_rest()
+        except Exception as error:  # noqa: BLE001 - it is raised when the pass has ended
+            self._fail(current, error)
+        if self._peers.on_host:
+            self._meet(current)
+
+    def _meet(self, current: BackwardPass) -> None:
+        """Let the ranks meet. An accelerator's meeting is enqueued before DDP waits for its last average."""
+        try:
+            self._peers.meet(self.passes, paused=self.paused, failed=current.failure is not None)
+        except Exception as error:  # noqa: BLE001 - likewise
+            self._fail(current, error)
 
     def _step_behind_average(
         self, current: BackwardPass, known: Bucket
@@ -351,6 +372,8 @@ class Engine:
         del mark
         if not current.is_complete:
             return
+        if self._worker is not None:
+            self._step_rest(current)
         stepped = current.state is PassState.STEPS
         current.end()
         _raise(current.pop_failure())
@@ -369,7 +392,7 @@ class Engine:
         else:
             error = StepError(f"the overlapped step failed: {error_text(cause)}")
             error.__cause__ = cause
-        if current.report.number:
+        if current.number:
             self.report = current.report
             error = error.with_report(self.report)
         self.fail(error)

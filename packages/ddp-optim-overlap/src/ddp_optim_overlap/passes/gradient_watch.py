@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
@@ -30,7 +31,7 @@ class GradientWatch:
 
     Attributes:
         may_be_added_to: Whether used gradients may be added to, as nothing steps with them by itself.
-        marks: Of used gradients.
+        marks: Of used gradients, for each list of parameters that was given to :meth:`mark_as_used`.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class GradientWatch:
         self._positions: dict[torch.Tensor, int] = {}
         # Flags by position, which hooks set.
         self._came, self._came_since_step = bytearray(), bytearray()
-        self.marks: dict[torch.Tensor, GradientMark] = {}
+        self._used: Sequence[Sequence[torch.Tensor]] = []
+        self.marks: list[list[GradientMark]] = []
+        self._mark_of: dict[torch.Tensor, GradientMark] | None = {}  # None: still to be made
         self._zeroed: bool | None = None  # all used gradients on accelerators; None: not known
         # A parameter does not keep its node, and with the node the hook would be lost.
         self._hooks: list[tuple[Node, torch.utils.hooks.RemovableHandle]] = []
@@ -66,7 +69,7 @@ class GradientWatch:
         while self._hooks:
             self._hooks.pop()[1].remove()
         self._positions, self._came, self._came_since_step = {}, bytearray(), bytearray()
-        self.forget_used()
+        self.mark_as_used([])
 
     @property
     def none_since_step(self) -> bool:
@@ -81,9 +84,10 @@ class GradientWatch:
             for parameter, position in self._positions.items()
         )
 
-    def mark_as_used(self, parameters: Sequence[torch.Tensor]) -> None:
+    def mark_as_used(self, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
         """Count the gradients of these parameters, and no others, as used by a step."""
-        self.marks, self._zeroed = dict(zip(parameters, gradient_marks(parameters), strict=True)), None
+        self._used, self.marks = parameters, list(map(gradient_marks, parameters))
+        self._mark_of = self._zeroed = None
         self._came_since_step[:] = bytes(len(self._positions))
 
     def mark_as_new(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -91,10 +95,6 @@ class GradientWatch:
         for parameter in parameters:
             if (position := self._positions.get(parameter)) is not None:
                 self._came_since_step[position] = True
-
-    def forget_used(self) -> None:
-        """Count no gradient as used."""
-        self.marks, self._zeroed = {}, None
 
     def has_come(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter got a gradient since :meth:`forget_arrivals`, and still has it."""
@@ -138,7 +138,8 @@ class GradientWatch:
 
     def _is_used_up(self, parameter: torch.Tensor) -> bool:
         """Whether ``parameter.grad`` was used by a step, was changed or not since, and is not zero."""
-        gradient, mark = parameter.grad, self.marks.get(parameter)
+        gradient, marks = parameter.grad, self._marks_by_parameter()
+        mark = marks.get(parameter)
         if gradient is None or mark is None:
             return False
         if gradient.device.type != "cpu":  # reading it makes the host wait, so a written one counts as zeros
@@ -146,11 +147,17 @@ class GradientWatch:
                 return False
             # zero_grad() of an optimizer with foreach or fused raises no versions here.
             if self._zeroed is None:
-                self._zeroed = self._are_zero(self.marks)
+                self._zeroed = self._are_zero(marks)
             if self._zeroed:
                 return False
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         return bool(values.count_nonzero())  # ten times as fast as any()
+
+    def _marks_by_parameter(self) -> dict[torch.Tensor, GradientMark]:
+        if self._mark_of is None:
+            pairs = (zip(*each, strict=True) for each in zip(self._used, self.marks, strict=True))
+            self._mark_of = dict(itertools.chain.from_iterable(pairs))
+        return self._mark_of
 
     @staticmethod
     def _are_zero(marks: dict[torch.Tensor, GradientMark]) -> bool:

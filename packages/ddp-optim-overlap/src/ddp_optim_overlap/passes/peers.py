@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -137,10 +137,14 @@ class Peers:
         group = self._worker.process_group
         if runs_on_host(group, device):
             values = self._kept = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-            own_group = self._private_group()
-            with _unrecorded(), _errors_of_peers():
-                work = start_all_reduce(values, own_group, dist.ReduceOp.MAX)
-            return partial(_await_on_host, work, values)
+            own_group, record = self._private_group(), _switch_of_recording()
+            with _errors_of_peers():
+                record(False)
+                try:
+                    work = start_all_reduce(values, own_group, dist.ReduceOp.MAX)
+                finally:
+                    record(True)
+            return functools.partial(_await_on_host, work, values)
         accelerator: Any = torch.get_device_module(device)
         if device not in self._streams:
             self._streams[device] = accelerator.Stream(device)
@@ -184,21 +188,17 @@ def _await_on_host(work: dist.Work, values: torch.Tensor, timeout: float | None)
     return values.tolist()
 
 
-@contextlib.contextmanager
-def _unrecorded() -> Iterator[None]:
-    """Hide what this thread starts from profilers, if torch can: it has no public name for it up to 2.15.
+@functools.cache
+def _switch_of_recording() -> Callable[[bool], object]:
+    """Return what hides this thread from profilers, or does nothing; no public name for it up to torch 2.15.
 
     A meeting may end after the profiler that has seen its beginning, and Gloo's thread would write the time
     of its end into freed memory. Afterwards the thread is recorded: torch does not say whether it was.
     """
-    record: Callable[[bool], object] = bool  # does nothing
+    switch: Callable[[bool], object] = bool
     with contextlib.suppress(MissingTorchFeatureError):
-        record = private("torch.autograd", "_enable_record_function", "meetings beside a profiler")
-    record(False)
-    try:
-        yield
-    finally:
-        record(True)
+        switch = private("torch.autograd", "_enable_record_function", "meetings beside a profiler")
+    return switch
 
 
 @contextlib.contextmanager

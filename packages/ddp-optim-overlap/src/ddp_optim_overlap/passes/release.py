@@ -188,7 +188,7 @@ class GradientRelease:
                 "Leave one of them out"
             )
         for parameter in averaged:
-            if parameter.requires_grad and not any(parameter in one.places for one in self._parts):
+            if parameter.requires_grad and not any(id(parameter) in one.places for one in self._parts):
                 raise ConfigError(
                     "release_gradients=True takes all gradients away, and no overlapped optimizer has the "
                     f"parameter of shape {tuple(parameter.shape)}: give its optimizer to overlap_optimizer "
