@@ -1,7 +1,6 @@
 """The bits of ``backward(); optimizer.step()``: every optimizer, way to run DDP, hook and kind of model."""
 
 import inspect
-import itertools
 import types
 
 import overlap_runs as runs
@@ -186,19 +185,6 @@ def check_all_kinds_of_parameters(make, released, view, *, overlapped):
             optimizer.step()
             optimizer.zero_grad()
     return runs.ends(ddp, *optimizers)
-
-
-@runs.as_ordinary
-def check_large_and_small_buckets(*, overlapped):
-    """Small buckets wait for each other, large ones are stepped alone: the bits do not depend on it."""
-    torch.manual_seed(0)
-    sides = (64, 64, 1100, 1100, 64, 1100, 64)
-    net = torch.nn.Sequential(*[torch.nn.Linear(*pair) for pair in itertools.pairwise(sides)])
-    ddp, optimizer, handle = runs.start(runs.sgd, overlapped=overlapped, net=net)
-    ends_here = runs.train_on(ddp, optimizer, [x.flatten(1)[:, :64] for x in runs.batches(4)])
-    if handle is not None:
-        runs.assert_same(handle.wait().buckets, 6)
-    return ends_here
 
 
 @runs.as_ordinary

@@ -278,6 +278,7 @@ TOO_LATE = {
     "some gradients": (_drop_some, "set to None"),
     "all gradients": (lambda _, optimizer: optimizer.zero_grad(), "set to None"),
     "unscaled": (_unscale, "unscaled"),
+    "a pre-hook": (lambda _, optimizer: _pre_hook(optimizer), "a step pre-hook was registered"),
     "loaded": (_load, "state was loaded"),
     "a list": (lambda _, optimizer: optimizer.param_groups[0]["betas"].insert(0, 0.5), "betas of parameter"),
     "a list in a dictionary": (

@@ -74,15 +74,14 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def require_ddp_options(ddp: DistributedDataParallel) -> None:
     """Raise if the model does not pass every gradient to its hook, in time for the end of ``backward()``."""
-    options = vars(ddp)  # a module looks long for what this torch does not have
-    if options["mixed_precision"] is not None:
+    if ddp.mixed_precision is not None:
         raise ConfigError("DDP(mixed_precision=...) needs the communication hook for itself")
-    if options.get("skip_all_reduce_unused_params"):
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
         raise ConfigError(
             "DDP(skip_all_reduce_unused_params=True) hands over no bucket of which all parameters are "
             "unused: it would be unknown when a pass begins and ends"
         )
-    if options.get("require_manual_backward_finalization"):
+    if getattr(ddp, "require_manual_backward_finalization", False):
         raise ConfigError(
             "DDP's require_manual_backward_finalization lets backward() end before all buckets are averaged"
         )

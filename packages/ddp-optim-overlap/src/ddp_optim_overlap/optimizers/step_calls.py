@@ -145,8 +145,7 @@ class LoopStepper(Stepper):
     def finish(self, gradients: GradientWatch) -> None:
         """Clean up after a backward pass that has stepped, and expect the loop's calls."""
         super().finish(gradients)
-        inputs = map(StepInputs, self.optimizers, gradients.marks)
-        self._pending = dict(zip(self.optimizers, inputs, strict=True))
+        self._pending = {one: StepInputs(one, gradients.marks) for one in self.optimizers}
         for one in self.optimizers:
             mark_stepped(one)
 
@@ -164,7 +163,7 @@ class LoopStepper(Stepper):
 
     def _require_no_pre_hooks(self) -> None:
         for optimizer in self.optimizers:
-            if any(not hasattr(hook, "guards") for hook in step_pre_hooks(optimizer).values()):
+            if _has_pre_hook(optimizer):
                 raise ConfigError(
                     f"{type(optimizer).__name__} has a step pre-hook, which may change gradients and would "
                     "run after they were used: use the ordinary loop with the same communication hook"
@@ -257,6 +256,8 @@ class LoopStepper(Stepper):
         changed = inputs.find_change(optimizer)
         if changed is None and getattr(optimizer, "found_inf", None) is not None:
             changed = "a GradScaler called step()"
+        if changed is None and _has_pre_hook(optimizer):
+            changed = "a step pre-hook was registered"
         if changed is None:
             comparison = inputs.compare_sample()
             if optimizer in self._compared and not comparison.is_known:
@@ -312,6 +313,11 @@ class LoopStepper(Stepper):
     def _failure(self, error: ConfigError) -> Exception:
         """Return the error to raise: it ends the overlap, unless an earlier one has, or it was removed."""
         return error if self._engine is None else self._engine.fail(error)
+
+
+def _has_pre_hook(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a hook that may change gradients runs before a step: others say that they guard it."""
+    return any(not hasattr(hook, "guards") for hook in step_pre_hooks(optimizer).values())
 
 
 _SAMPLED = "gradients or parameters were changed (clipped, unscaled, ...)"

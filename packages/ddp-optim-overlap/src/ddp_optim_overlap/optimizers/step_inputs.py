@@ -8,7 +8,7 @@ the values of a sample are compared, too, on their device: reading its memory ma
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -40,13 +40,13 @@ class StepInputs:
 
     Args:
         optimizer: The optimizer that was stepped.
-        marks: The marks of its gradients, in the order of its parameters.
+        marks: The marks of used gradients, those of other parameters among them.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, marks: Sequence[GradientMark]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, marks: Mapping[int, GradientMark]) -> None:
         self._options, self._state = _options_of(optimizer), optimizer.state
         self._parameters = parameters_of(optimizer)
-        self._marks = marks
+        self._marks = [marks.get(id(one)) for one in self._parameters]
         self._versions = tensor_versions(self._parameters)
         self._sample = self._values_now()
 

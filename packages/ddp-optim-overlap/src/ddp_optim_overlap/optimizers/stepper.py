@@ -137,11 +137,11 @@ class Stepper:
         """
         for part in self.parts:
             part.finish()
+        parameters = [one for part in self.parts for one in part.parameters]
         if self._drops_gradients:
-            for part in self.parts:
-                for one in part.parameters:
-                    one.grad = None
-        gradients.mark_as_used([part.parameters for part in self.parts])
+            for one in parameters:
+                one.grad = None
+        gradients.mark_as_used(parameters)
 
     def remove(self, gradients: GradientWatch) -> None:
         """End the overlap.

@@ -63,6 +63,7 @@ class BackwardPass:
         tasks: Marks of torch's tasks that have handed over buckets and still run, by their numbers. A pass
             inside it, such as a checkpoint's, is a task of its own.
         released: Frees the gradients of stepped buckets, if set.
+        waiting: Buckets that were handed over and DDP does not have yet, the oldest first.
         steps_unused: Whether parameters that no rank has used are stepped, with a zero gradient, which DDP
             does not write into ``.grad``.
         pace: The seconds that the step of a byte of gradients took, in this pass or before.
@@ -76,8 +77,7 @@ class BackwardPass:
         self.released: GradientRelease | None = None
         self.steps_unused = False
         self._stepper = stepper
-        self._waiting: deque[Bucket] = deque()
-        """Buckets that were handed over and DDP does not have yet, the oldest first."""
+        self.waiting: deque[Bucket] = deque()
         self._rest: list[Bucket] = []
         """Buckets that DDP has and that are to be stepped after it."""
         self._averages: list[torch.futures.Future[object]] = []
@@ -99,11 +99,6 @@ class BackwardPass:
         self._averages.append(bucket.average)
         self._buckets += 1
 
-    def queue(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
-        """Let a bucket wait for its step; return the future for DDP."""
-        self._waiting.append(bucket)
-        return bucket.done
-
     def step_waiting(
         self, share_used: Callable[[Sequence[Bucket]], Callable[[], None]], *, leave: int = 0
     ) -> None:
@@ -116,7 +111,7 @@ class BackwardPass:
         Raises:
             OverlapError: One was not averaged, or its step has failed.
         """
-        due = list(self._waiting)[: len(self._waiting) - leave]
+        due = list(self.waiting)[: len(self.waiting) - leave]
         if not due:
             return
         share_used(due)()  # first: a rank that has failed is noticed here at once
@@ -128,7 +123,7 @@ class BackwardPass:
                 self.leave_waiting()
                 break
             for average in self.step_now(together):
-                self._waiting.popleft().done.set_result(average)
+                self.waiting.popleft().done.set_result(average)
 
     def step_rest(self) -> None:
         """Step the buckets that are left, when DDP has written their averages into ``.grad``.
@@ -212,8 +207,8 @@ class BackwardPass:
 
     def leave_waiting(self) -> None:
         """Let DDP have the buckets that will not be stepped, for which it would wait."""
-        while self._waiting:
-            bucket = self._waiting.popleft()
+        while self.waiting:
+            bucket = self.waiting.popleft()
             bucket.done.set_result(bucket.buffer)
 
     def await_averages(self) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -81,6 +82,7 @@ class Engine:
         self._process_group = group = model.process_group
         self._comm_state = group if comm_hook is None else comm_state
         self._model = weakref.ref(model)
+        self._allocates_buckets = getattr(model, "lazy_bucket_allocation", False)
         self._skips_unused, self._shares_used = skips_unused, False
         worker = OrderedWorker(group, name=NAME, terms=self._terms)
         self._worker: OrderedWorker | None = worker
@@ -230,13 +232,9 @@ class Engine:
             self.gradients.forget_arrivals()
             # DDP rebuilds its buckets after the first pass, and with lazy_bucket_allocation (torch 2.15) it
             # has buffers only during a backward pass.
-            if self.passes == 1 or self._allocates_buckets():
+            if self.passes == 1 or self._allocates_buckets:
                 self._known_buckets.forget()
         return self._step(current, known, last=last)
-
-    def _allocates_buckets(self) -> bool:
-        model = self._model()
-        return model is not None and bool(vars(model).get("lazy_bucket_allocation"))
 
     def _step(
         self, current: BackwardPass, known: Bucket, *, last: bool
@@ -245,7 +243,8 @@ class Engine:
         if not runs_on_host(self._process_group, known.buffer.device):
             done = self._step_behind_average(current, known)
         else:
-            done = current.queue(known)
+            current.waiting.append(known)
+            done = known.done
             if self._release is not None and not last:
                 self._step_waiting(current, leave=IN_FLIGHT)
         if last and is_inside_node():
@@ -276,11 +275,9 @@ class Engine:
 
     def _step_waiting(self, current: BackwardPass, *, leave: int = 0) -> None:
         """Step buckets that wait. An error is kept; later buckets are averaged, as on the other ranks."""
-        try:
+        with self._errors_of(current):
             if current.failure is None:
                 current.step_waiting(self._peers.share_used, leave=leave)
-        except Exception as error:  # noqa: BLE001 - raised here, it would leave DDP in the middle of a pass
-            self._fail(current, error)
         if current.failure is not None:
             current.leave_waiting()
 
@@ -296,18 +293,22 @@ class Engine:
 
     def _step_rest(self, current: BackwardPass) -> None:
         """Step what is left, and let the ranks meet."""
-        try:
+        with self._errors_of(current):
             current.step_rest()
-        except Exception as error:  # noqa: BLE001 - it is raised when the pass has ended
-            self._fail(current, error)
         if self._peers.on_host:
             self._meet(current)
 
     def _meet(self, current: BackwardPass) -> None:
         """Let the ranks meet. An accelerator's meeting is enqueued before DDP waits for its last average."""
-        try:
+        with self._errors_of(current):
             self._peers.meet(self.passes, paused=self.paused, failed=current.failure is not None)
-        except Exception as error:  # noqa: BLE001 - likewise
+
+    @contextlib.contextmanager
+    def _errors_of(self, current: BackwardPass) -> Iterator[None]:
+        """Keep an error: raised here, it would leave DDP in the middle of a pass."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - backward() raises it at its end
             self._fail(current, error)
 
     def _step_behind_average(
@@ -320,13 +321,12 @@ class Engine:
             return completed_future(buffer)
 
         def step(_: dist.ProcessGroup) -> torch.Tensor:
-            try:
+            results = [buffer]
+            with self._errors_of(current):
                 known.await_average()
                 share()
-                return current.step_now([known])[0]
-            except Exception as error:  # noqa: BLE001 - likewise
-                self._fail(current, error)
-                return buffer
+                results = current.step_now([known])
+            return results[0]
 
         done = self._worker.submit(step, device=buffer.device, name=f"{NAME}:bucket_{known.index}")
         if current.released is not None:
@@ -370,7 +370,7 @@ class Engine:
 
     def _finish(self, current: BackwardPass, mark: TaskMark) -> None:
         del mark
-        if not current.is_complete:
+        if not current.is_complete or current.state is PassState.ENDED:  # the end of a surrounding task
             return
         if self._worker is not None:
             self._step_rest(current)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
@@ -31,7 +30,7 @@ class GradientWatch:
 
     Attributes:
         may_be_added_to: Whether used gradients may be added to, as nothing steps with them by itself.
-        marks: Of used gradients, for each list of parameters that was given to :meth:`mark_as_used`.
+        marks: Of used gradients, by the ``id`` of the parameter: the hash of a tensor is computed in Python.
     """
 
     def __init__(
@@ -42,9 +41,7 @@ class GradientWatch:
         self._positions: dict[torch.Tensor, int] = {}
         # Flags by position, which hooks set.
         self._came, self._came_since_step = bytearray(), bytearray()
-        self._used: Sequence[Sequence[torch.Tensor]] = []
-        self.marks: list[list[GradientMark]] = []
-        self._mark_of: dict[torch.Tensor, GradientMark] | None = {}  # None: still to be made
+        self.marks: dict[int, GradientMark] = {}
         self._zeroed: bool | None = None  # all used gradients on accelerators; None: not known
         # A parameter does not keep its node, and with the node the hook would be lost.
         self._hooks: list[tuple[Node, torch.utils.hooks.RemovableHandle]] = []
@@ -84,10 +81,10 @@ class GradientWatch:
             for parameter, position in self._positions.items()
         )
 
-    def mark_as_used(self, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
+    def mark_as_used(self, parameters: Sequence[torch.Tensor]) -> None:
         """Count the gradients of these parameters, and no others, as used by a step."""
-        self._used, self.marks = parameters, list(map(gradient_marks, parameters))
-        self._mark_of = self._zeroed = None
+        self.marks = dict(zip(map(id, parameters), gradient_marks(parameters), strict=True))
+        self._zeroed = None
         self._came_since_step[:] = bytes(len(self._positions))
 
     def mark_as_new(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -138,8 +135,7 @@ class GradientWatch:
 
     def _is_used_up(self, parameter: torch.Tensor) -> bool:
         """Whether ``parameter.grad`` was used by a step, was changed or not since, and is not zero."""
-        gradient, marks = parameter.grad, self._marks_by_parameter()
-        mark = marks.get(parameter)
+        gradient, mark = parameter.grad, self.marks.get(id(parameter))
         if gradient is None or mark is None:
             return False
         if gradient.device.type != "cpu":  # reading it makes the host wait, so a written one counts as zeros
@@ -147,20 +143,13 @@ class GradientWatch:
                 return False
             # zero_grad() of an optimizer with foreach or fused raises no versions here.
             if self._zeroed is None:
-                self._zeroed = self._are_zero(marks)
+                self._zeroed = self._are_zero()
             if self._zeroed:
                 return False
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         return bool(values.count_nonzero())  # ten times as fast as any()
 
-    def _marks_by_parameter(self) -> dict[torch.Tensor, GradientMark]:
-        if self._mark_of is None:
-            pairs = (zip(*each, strict=True) for each in zip(self._used, self.marks, strict=True))
-            self._mark_of = dict(itertools.chain.from_iterable(pairs))
-        return self._mark_of
-
-    @staticmethod
-    def _are_zero(marks: dict[torch.Tensor, GradientMark]) -> bool:
+    def _are_zero(self) -> bool:
         """Whether all used gradients on accelerators that look unwritten are zeros.
 
         The host waits once instead of once per parameter, in a loop that sets gradients to zero.
@@ -169,10 +158,10 @@ class GradientWatch:
             return True  # nothing can be read, so they count as zeros
         unwritten = [
             gradient
-            for parameter, mark in marks.items()
+            for parameter in self._positions
             if (gradient := parameter.grad) is not None
             and not (gradient.is_cpu or gradient.is_sparse)
-            and gradient_marks([parameter]) == [mark]
+            and gradient_marks([parameter]) == [self.marks.get(id(parameter))]
         ]
         norm = torch.nn.utils.get_total_norm(unwritten, norm_type=torch.inf)
         return bool(unwritten) and not norm
