@@ -14,10 +14,16 @@ from quant_buckets import assert_same
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
-from ddp_quant_hooks import QuantizedAllreduceState, all_reduce, kernels, reduce_scatter_tensor
+from ddp_quant_hooks import (
+    QuantizedAllreduceState,
+    all_reduce,
+    kernels,
+    quantized_allreduce_hook,
+    reduce_scatter_tensor,
+)
 from ddp_quant_hooks.fsdp import quantize_reduce_scatter
 from ddp_quant_hooks.kernels import Layout
-from dist_utils.testing import run_ranks, same_on_all_ranks
+from dist_utils.testing import grad_bucket, run_ranks, same_on_all_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
@@ -87,7 +93,7 @@ def _tensors(rank, hosts):
 
 
 def _special(rank, state, world_size):
-    """Each NaN and each infinity stays alone; the largest and the smallest numbers stay what they are."""
+    """Each NaN and each infinity stays alone, as in a complex number; the largest numbers stay finite."""
     for dtype in DTYPES:
         largest, smallest = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
         values = torch.tensor([1.0, torch.inf, largest, -largest, smallest, 0.0, 2.0, torch.nan], dtype=dtype)
@@ -102,6 +108,16 @@ def _special(rank, state, world_size):
         assert values[2].isfinite()
         assert values[2].double() >= 0.99 * largest
         assert 0 <= values[4] <= 1.01 * smallest
+    numbers = torch.tensor([complex(torch.inf, 1.0), complex(2.0, -torch.inf), 2.0 + 1.0j])
+    for op, factor in ((AVG, 1), (SUM, world_size)):
+        found = numbers.clone()
+        all_reduce(found, op, state)
+        assert torch.equal(torch.view_as_real(found), torch.view_as_real(numbers) * factor)
+    plain = QuantizedAllreduceState(bits=16)
+    bucket = grad_bucket([torch.nn.Parameter(torch.zeros_like(numbers))])
+    bucket.set_buffer(numbers.clone())
+    assert quantized_allreduce_hook(plain, bucket).wait().tolist() == numbers.tolist()
+    assert plain.statistics.plain_buckets == 1
     sent = state.statistics.bytes_sent
     shard = torch.empty(1 << 15)
     reduce_scatter_tensor(shard, torch.ones(world_size << 15), AVG, state)

@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ddp_quant_hooks.averaging import Average
 from ddp_quant_hooks.exchange import exchange
-from ddp_quant_hooks.exchange.exchange import NotFinite, Parts, Residuals, Task
+from ddp_quant_hooks.exchange.exchange import NotFinite, Parts, Task
 from ddp_quant_hooks.exchange.plan import Plan
 from ddp_quant_hooks.exchange.planner import plan_average, plan_reduce_scatter
 from ddp_quant_hooks.exchange.values import Values
 from ddp_quant_hooks.feedback.residuals import Owner, Slot
 from ddp_quant_hooks.feedback.step import Step, value_count
-
-
-class FewBitsPlan(NamedTuple):
-    """How values are averaged in few bits, in every step.
-
-    Attributes:
-        plan: Who sends what to whom.
-        slots: What a step keeps of these values.
-    """
-
-    plan: Plan
-    slots: Mapping[str, Slot]
-
-
-def _keep_nothing(slot: str, start: int, length: int) -> tuple[None, None]:
-    """Return the residuals of some values; see :class:`Task`."""
-    del slot, start, length
-    return None, None
 
 
 class FewBits(Average):
@@ -57,23 +38,24 @@ class FewBits(Average):
 
     def _plan_of(
         self, group: dist.ProcessGroup, owners: Sequence[Owner], count: int, like: torch.Tensor
-    ) -> FewBitsPlan:
+    ) -> Plan:
         del owners
-        return self._with_slots(self._plan(plan_average, group, count, like, levels=self._options.levels))
+        return self._plan(plan_average, group, count, like, levels=self._options.levels)
 
     def _task_of(
         self,
         step: Step,
-        plan: FewBitsPlan,
+        plan: Plan,
         owners: Sequence[Owner],
         device: torch.device,
         not_finite: NotFinite | None,
         label: int,
     ) -> Task:
-        residual: Residuals = _keep_nothing
-        if plan.slots:
-            residual = self._feedback.residuals(step, owners, plan.slots, device).span
-        return Task(plan.plan, residual, not_finite, label)
+        slots: Mapping[str, Slot] = {}
+        if self._feedback.wanted:
+            slots = {name: Slot(spans) for name, spans in plan.slots.items()}
+        residuals = self._feedback.residuals(step, owners, slots, device)
+        return Task(plan, residuals.span, not_finite, label)
 
     def _average(self, group: dist.ProcessGroup, values: Values, task: Task) -> Parts[tuple[int, int]]:
         yield from exchange.average_in_parts(group, task, values, self._scratch(values.device))
@@ -112,7 +94,7 @@ class FewBits(Average):
             label: As for :meth:`prepare`.
         """
         plan = self._plan(plan_reduce_scatter, group, value_count(shards) // group.size(), shards)
-        return self._task_of(step, self._with_slots(plan), [owner], shards.device, not_finite, label)
+        return self._task_of(step, plan, [owner], shards.device, not_finite, label)
 
     def run_shards(
         self, group: dist.ProcessGroup, shards: torch.Tensor, mean: torch.Tensor, task: Task
@@ -130,8 +112,3 @@ class FewBits(Average):
         self._counter.add(
             shards.nbytes // 2, group.size(), plan.bytes_sent, plan.bytes_between_hosts, quantized=True
         )
-
-    def _with_slots(self, plan: Plan) -> FewBitsPlan:
-        """Return a plan with what a step keeps of what this rank rounds."""
-        kept = plan.slots.items() if self._feedback.wanted else ()
-        return FewBitsPlan(plan, {name: Slot(spans) for name, spans in kept})

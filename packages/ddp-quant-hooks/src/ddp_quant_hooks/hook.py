@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ddp_quant_hooks.averaging import Prepared, is_captured
 from ddp_quant_hooks.exchange.exchange import Parts
-from ddp_quant_hooks.exchange.values import Values
+from ddp_quant_hooks.exchange.values import Values, flat_real
 from ddp_quant_hooks.feedback.step import Step
 from ddp_quant_hooks.states import AveragingState, QuantizedAllreduceState
 from dist_utils.comm_hooks import buckets_only, check_gradient_dtype, completed_future, failed_future, is_pair
@@ -154,7 +154,9 @@ def start_mean(group: dist.ProcessGroup, buffer: torch.Tensor) -> torch.futures.
     flows on to other layers.
     """
     sparse = buffer.is_sparse
-    share = buffer / group.size() if sparse else buffer.div_(group.size())
+    share = buffer / group.size() if sparse else buffer
+    if not sparse:  # real numbers: an infinity would make a complex one's other part NaN
+        flat_real(share).div_(group.size())
     work: Any = dist.all_reduce(share, group=group, async_op=True)
 
     def mean(done: torch.futures.Future[Any]) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import ddp_compress_hooks
-from ddp_quant_hooks.exchange.values import Values
+from ddp_quant_hooks.exchange.values import Values, flat_real
 from ddp_quant_hooks.states import AveragingState
 from ddp_quant_hooks.tensors.calls import Call, Future, Tensors, begin_call, check_state, outside_graphs
 from dist_utils.comm_hooks import checked_tensors, same_kind
@@ -118,8 +118,8 @@ def _submit(call: Call, indices: Sequence[int]) -> Future:
         if task is not None:
             average.run(private_group, Values(dense), task)
             if not mean:
-                for tensor in dense:
-                    tensor.mul_(world_size)
+                for tensor in dense:  # real numbers: an infinity would make a complex one's other part NaN
+                    flat_real(tensor).mul_(world_size)
         else:
             op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
             ddp_compress_hooks.all_reduce(dense, op, _Compared(private_group))
