@@ -219,8 +219,8 @@ def _refusals(_):
         reduce_scatter_tensor(torch.empty(4), torch.ones(8), dist.ReduceOp.AVG, state, key="shards")
     if hasattr(FSDPModule, "set_all_reduce_hook"):  # not in torch 2.6
         net = fully_shard(torch.nn.Linear(40, 64), mesh=nodes_of_one_rank()["shard"])
-        with pytest.raises(ValueError, match="one flat tensor: a LowRankState averages whole matrices"):
-            quantize_all_reduce(net, state)
+        with pytest.raises(ValueError, match=r"one flat tensor: exact=\['bias'\] does not work"):
+            quantize_all_reduce(net, make_state(exact=["bias"]))
     ddp = DistributedDataParallel(torch.nn.Linear(40, 64))
     ddp.register_comm_hook(LowRankState(rank=2 + dist.get_rank(), min_bytes=0), low_rank_hook)
     with pytest.raises(RuntimeError) as caught:

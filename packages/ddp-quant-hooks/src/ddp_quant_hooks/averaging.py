@@ -76,6 +76,9 @@ class Average(ABC):
     _pauses = False
     """Whether buckets wait so often that the next one should begin meanwhile."""
 
+    skips_first_steps = False
+    """Whether it averages as it goes on, where it would send the first steps in another way."""
+
     def __init__(self, options: Options, feedback: Feedback, counter: BucketCounter) -> None:
         self._options, self._feedback, self._counter = options, feedback, counter
         self._hosts: tuple[int, ...] | None = None

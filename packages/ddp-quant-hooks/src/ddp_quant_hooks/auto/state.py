@@ -33,10 +33,6 @@ _VERSION = 2
 
 _MAX_ERROR = 0.03
 
-_TRIED_STEP = 1 << 20
-"""The number of the steps in which candidates are tried: as they go on, and not as some begin (low rank sends
-its first steps in other ways)."""
-
 
 class CandidateError(RuntimeError):
     """A candidate has raised during the trial; its error is the cause."""
@@ -333,7 +329,8 @@ class AutoState(HookState):
             if candidate.averaging is not None:
                 candidate.averaging.wait()
                 # Residuals would be of a gradient from long ago.
-                candidate.averaging.feedback.forget(0 if isinstance(found, Choice) else _TRIED_STEP)
+                candidate.averaging.feedback.forget()
+                candidate.averaging.average.skips_first_steps = isinstance(found, TrialPass)
         if isinstance(found, TrialPass):
             self._turn = found
             return
@@ -349,6 +346,8 @@ class AutoState(HookState):
         self._now, self._turn = choice, TrialPass(choice.candidate)
         super().close()
         chosen = self._in_use
+        if chosen.averaging is not None:
+            chosen.averaging.average.skips_first_steps = False
         for candidate in self.candidates.values():
             if candidate.state is not chosen.state:
                 candidate.close()

@@ -110,7 +110,9 @@ BLOCK_MATH void restore(const Work& work) {
 // ---- factors alone, in fp64, by one thread block ----
 
 // NaN wins.
-BLOCK_MATH double larger(double value, double largest) { return value <= largest ? largest : value; }
+BLOCK_MATH double larger(double value, double largest) {
+    return value > largest || value != value ? value : largest;
+}
 
 BLOCK_MATH double from_lane(double value, int step) {
     int32_t words[2];

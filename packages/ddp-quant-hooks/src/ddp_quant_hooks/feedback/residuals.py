@@ -31,12 +31,13 @@ class Key:
         name: As given.
         shape: The shape that they have now.
         is_complex: As given.
-        contents: What the values are, if they are not always the same of equal number; ``None``: not known.
+        contents: The numbers and shapes of the parameters whose values follow each other here; ``None``:
+            there are none, or nobody knows which.
     """
 
     def __init__(self, name: str, shape: Sequence[int], *, is_complex: bool = False) -> None:
         self.name, self.shape, self.is_complex = name, torch.Size(shape), is_complex
-        self.contents: object = None
+        self.contents: Sequence[tuple[int, torch.Size]] | None = None
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> Key:
@@ -73,6 +74,8 @@ def value_order(owner: Owner) -> tuple[int, ...]:
 
 def order_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """Return the strides that decide the order of values: not those of dimensions with one element."""
+    if 1 not in shape:
+        return tuple(strides)
     return tuple(stride for size, stride in zip(shape, strides, strict=False) if size != 1)
 
 

@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from ddp_quant_hooks.fsdp.handle import BeginUse, Handle
 from ddp_quant_hooks.fsdp.sharded_module import ShardedModule
-from ddp_quant_hooks.states import AveragingState, QuantizedAllreduceState
+from ddp_quant_hooks.states import AveragingState
 from ddp_quant_hooks.tensors.all_reduce import submit_all_reduce
 from ddp_quant_hooks.tensors.calls import Call, outside_graphs
 from dist_utils.process_groups import record_use
 
 
-def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) -> Handle:
-    """Average between nodes, with 16, 8 or 4 bits a value, the gradients that FSDP has reduced inside a node.
+def quantize_all_reduce(model: torch.nn.Module, state: AveragingState) -> Handle:
+    """Average between nodes, in few bits, the gradients that FSDP has reduced inside a node.
 
     For models that ``fully_shard`` has sharded over the ranks of a node, or over this rank alone (a mesh of
     one rank, for plain data parallelism). The result is that of native HSDP, which has a mesh of two
@@ -35,7 +35,9 @@ def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) 
         model: An FSDP module, or a module that contains some, after ``fully_shard`` has been applied to all
             of them. Neither on a mesh for HSDP nor from ``replicate()``. Parameters outside of them are not
             averaged, as in FSDP; a warning names them.
-        state: Its process group joins the ranks with the same shards on all nodes. One for each model.
+        state: A :class:`QuantizedAllreduceState`, or a :class:`LowRankState`, for which a parameter's shard
+            is a matrix. Its process group joins the ranks with the same shards on all nodes. One for each
+            model.
 
     Returns:
         A handle, to end it with ``remove()``.
@@ -43,9 +45,9 @@ def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) 
     Raises:
         TypeError: An argument is of another type.
         ValueError: There is no FSDP module; one averages between nodes itself or has an all-reduce hook; the
-            state is already used for a model, has ``exact_1d`` or the residuals of other shards, or its group
-            has other ranks of this node. The other ranks of the group get an AgreementError. ``backward()``
-            raises it under ``set_requires_all_reduce(False)``.
+            state is already used for a model, has ``exact_1d`` or ``exact`` names or the residuals of other
+            shards, or its group has other ranks of this node. The other ranks of the group get an
+            AgreementError. ``backward()`` raises it under ``set_requires_all_reduce(False)``.
         AgreementError: The ranks of the group have different models or different shards, including those of
             tensor parallelism.
         RuntimeError: This torch has no ``FSDPModule.set_all_reduce_hook`` (2.6). ``backward()`` raises it

@@ -132,7 +132,7 @@ class Handle(Replacement):
             self._agree_at_end(step, gradients.device)
         step.use([name])
         trained, known = module.trained, feedback.keys.get(name)
-        has_all = gradients.numel() == shards * sum(length for _, length in trained)
+        has_all = gradients.numel() == shards * sum(shape.numel() for _, shape in trained)
         has_same = known is None or (known.count, known.contents or trained) == (
             value_count(gradients),
             trained,
@@ -140,7 +140,7 @@ class Handle(Replacement):
         if not (has_all and has_same):
             feedback.free(name)
         key = feedback.key_of(name, gradients)
-        key.contents = trained
+        key.contents = trained if has_all else None
         return key, step
 
     def _agree_at_end(self, step: Step, device: torch.device) -> None:

@@ -70,10 +70,10 @@ class ShardedModule(NamedTuple):
         return {id(getattr(parameter, form, None)) for parameter in self.group.fsdp_params for form in forms}
 
     @property
-    def trained(self) -> list[tuple[int, int]]:
-        """The numbers of the parameters that need gradients, and how many values a shard has of each."""
+    def trained(self) -> list[tuple[int, torch.Size]]:
+        """The numbers of the parameters that need gradients, and the shape of a shard of each."""
         return [
-            (number, parameter.padded_sharded_param_size.numel())
+            (number, parameter.padded_sharded_param_size)
             for number, parameter in enumerate(self.group.fsdp_params)
             if parameter.sharded_param.requires_grad
         ]

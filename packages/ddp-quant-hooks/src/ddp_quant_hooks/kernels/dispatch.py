@@ -199,13 +199,16 @@ def _run(call: KernelCall, *, check: bool = True) -> None:
         backend_for(call.device).run(call)
 
 
-def not_finite(messages: Sequence[torch.Tensor], lengths: Sequence[int], layout: Layout) -> torch.Tensor:
+def not_finite(
+    messages: Sequence[torch.Tensor], lengths: Sequence[int], layout: Layout, *, check: bool = True
+) -> torch.Tensor:
     """Return whether a value that was encoded in any of the messages is not finite, without blocking.
 
     Args:
         messages: At least one, from :func:`encode` or :func:`reduce`.
         lengths: How many values are in each.
         layout: Of the messages.
+        check: As for :func:`encode_shards`.
 
     Returns:
         A bool without dimensions, on the device of the messages; three launches on a GPU.
@@ -215,15 +218,14 @@ def not_finite(messages: Sequence[torch.Tensor], lengths: Sequence[int], layout:
     """
     if not messages:
         raise ValueError("there must be at least one message")
-    named = [
-        (f"messages[{index}]", message, length)
-        for index, (message, length) in enumerate(zip(messages, lengths, strict=True))
-    ]
-    check_messages(named, layout, messages[0].device)
+    both = [*zip(messages, lengths, strict=True)]
+    if check:
+        named = [(f"messages[{index}]", *one) for index, one in enumerate(both)]
+        check_messages(named, layout, messages[0].device)
     if layout.dtype is not None:
-        values = [floats.values_of(message, layout.dtype, length) for _, message, length in named]
+        values = [floats.values_of(message, layout.dtype, length) for message, length in both]
         return ~torch.cat(values).isfinite().all()
-    scales = [layout.scales(message, length) for _, message, length in named]
+    scales = [layout.scales(message, length) for message, length in both]
     return torch.cat(scales).isnan().any()
 
 

@@ -133,9 +133,20 @@ class FactorCall(NamedTuple):
 
     def words(self) -> list[int]:
         """Return the sizes, and the addresses of all tensors; 0 where there is none."""
-        _, *sizes, (values, residual) = self[:5]
-        tensors = values, residual, *self[5:]
-        return [*sizes, *(0 if one is None else one.data_ptr() for one in tensors)]
+        values, residual = self.matrix
+        return [
+            self.rows,
+            self.columns,
+            self.rank,
+            values.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
+            self.new_residual.data_ptr(),
+            self.left.data_ptr(),
+            self.right.data_ptr(),
+            self.mean_right.data_ptr(),
+            self.sums.data_ptr(),
+            self.weights.data_ptr(),
+        ]
 
     def check(self) -> None:
         """Raise unless the kernel can do this.

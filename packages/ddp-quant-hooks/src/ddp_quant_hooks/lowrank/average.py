@@ -223,11 +223,12 @@ class LowRank(Average):
 
     def terms_of(self, owners: Sequence[Owner]) -> Mapping[str, object]:
         """See :meth:`ddp_quant_hooks.averaging.Average.terms_of`."""
-        return {"matrices": [*map(shape_of, owners)]}
+        return {"matrices": [*map(shapes_of, owners)]}
 
     def refuse_flat(self, name: str) -> None:
         """See :meth:`ddp_quant_hooks.averaging.Average.refuse_flat`."""
-        self.refuse_shards(name)
+        if names := [*self._own.exact.patterns]:
+            raise ValueError(f"{name}: exact={names} does not work: shards of parameters have no names")
 
     def refuse_shards(self, name: str) -> None:
         """See :meth:`ddp_quant_hooks.averaging.Average.refuse_shards`."""
@@ -236,7 +237,9 @@ class LowRank(Average):
     def _plan_of(
         self, group: dist.ProcessGroup, owners: Sequence[Owner], count: int, like: torch.Tensor
     ) -> LowRankPlan:
-        arrangement = _arranged(tuple(map(shape_of, owners)), self._own.rank)
+        of_owners = [*map(shapes_of, owners)]
+        shapes = tuple((place, *shape) for place, some in enumerate(of_owners) for shape in some)
+        arrangement = _arranged(shapes, self._own.rank)
         in_fp32 = torch.empty(0, dtype=torch.float32, device=like.device)
         rest_plan = self._plan_of_rest(group, arrangement, in_fp32)
         slots = {
@@ -271,7 +274,8 @@ class LowRank(Average):
     ) -> LowRankTask:
         residuals = self._feedback.residuals(step, owners, plan.slots, device)
         # Without this step itself: only outside of a pass, as on a rank that has joined, it counts already.
-        warms_up = self._feedback.steps - step.counts < self._own.warm_up_steps
+        steps = self._feedback.steps - step.counts
+        warms_up = steps < self._own.warm_up_steps and not self.skips_first_steps
         return LowRankTask(plan.warming_up if warms_up else plan.warm, residuals, not_finite, label)
 
     def _average(self, group: dist.ProcessGroup, values: Values, task: LowRankTask) -> Parts[tuple[int, int]]:
@@ -330,24 +334,26 @@ class LowRank(Average):
 
 
 @lru_cache(maxsize=1024)
-def _arranged(shapes: tuple[tuple[int, int], ...], rank: RankRule) -> Arrangement:
-    return arrange(shapes, rank)
+def _arranged(shapes: tuple[tuple[int, int, int], ...], rank: RankRule) -> Arrangement:
+    owners = [owner for owner, *_ in shapes]
+    return arrange([(rows, columns) for _, rows, columns in shapes], rank, owners)
 
 
-def shape_of(owner: Owner) -> tuple[int, int]:
-    """Return the rows and columns of an owner's real values."""
+def shapes_of(owner: Owner) -> list[tuple[int, int]]:
+    """Return the rows and columns of each matrix of an owner's real values, one after another."""
     if isinstance(owner, torch.Tensor):
-        rows, columns = matrix_shape(owner.shape, owner.stride())
+        found = [matrix_shape(owner.shape, owner.stride())]
     else:
-        rows, columns = matrix_shape(owner.shape)
-    return rows, columns * owner_length(owner) // max(rows * columns, 1)
+        found = [matrix_shape(shape) for _, shape in owner.contents or [(0, owner.shape)]]
+    count = sum(rows * columns for rows, columns in found)
+    return [(rows, columns * owner_length(owner) // max(count, 1)) for rows, columns in found]
 
 
 def _factor_slot(arrangement: Arrangement, owners: int) -> Slot:
     """Return where right factors are kept: those of each owner that is a matrix."""
     lengths = [0] * owners
     for part in arrangement.matrices:
-        lengths[part.owner] = part.rank * part.columns
+        lengths[part.owner] += part.rank * part.columns
     spans = (Span(0, sum(lengths)),) if arrangement.matrices else ()
     return Slot(spans, torch.float32, lengths, _fill)
 
@@ -356,7 +362,7 @@ def _rest_slot(arrangement: Arrangement, owners: int, plan: Plan | None) -> Slot
     """Return where the errors of means of rests are kept: of the matrices alone, one after another."""
     lengths = [0] * owners
     for part in arrangement.matrices:
-        lengths[part.owner] = len(part.span)
+        lengths[part.owner] += len(part.span)
     return Slot(() if plan is None else plan.slots.get("shard", ()), lengths=lengths)
 
 

@@ -137,11 +137,19 @@ def rank_of(rows: int, columns: int, rule: RankRule) -> int:
     return 4 * max(1, min(rows, columns).bit_length() - 6)
 
 
-def arrange(shapes: Sequence[tuple[int, int]], rule: RankRule) -> Arrangement:
-    """Decide which of the neighboring matrices of these shapes are worth factors, of which rank."""
+def arrange(
+    shapes: Sequence[tuple[int, int]], rule: RankRule, owners: Sequence[int] | None = None
+) -> Arrangement:
+    """Decide which of the neighboring matrices of these shapes are worth factors, of which rank.
+
+    Args:
+        shapes: The rows and columns of each.
+        rule: For the rank.
+        owners: The place of each one's owner; ``None``: each has one of its own.
+    """
     matrices, rest = list[MatrixPart](), list[Span]()
     starts = accumulate((rows * columns for rows, columns in shapes), initial=0)
-    for owner, ((rows, columns), start) in enumerate(zip(shapes, starts, strict=False)):
+    for owner, (rows, columns), start in zip(owners or range(len(shapes)), shapes, starts, strict=False):
         rank = rank_of(rows, columns, rule)
         if rows * columns >= LEAST_REDUCTION * rank * (rows + columns) > 0:
             matrices.append(MatrixPart(start, rows, columns, rank, owner))
