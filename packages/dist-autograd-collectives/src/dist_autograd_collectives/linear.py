@@ -106,7 +106,7 @@ last saved tensor, and if ranks saved different ones, not all of them would come
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, linear_map: Map, key: int, *tensors: torch.Tensor) -> Tensors:
-        ctx.map, ctx.key = linear_map, key
+        ctx.map, ctx.key, ctx.is_operator = linear_map, key, False
         ctx.save_for_backward(SAVED)
         return backend.run(tensors, linear_map, key)
 
@@ -115,12 +115,12 @@ class _Linear(torch.autograd.Function):
         ctx.saved_tensors  # noqa: B018 - makes the checkpoint around it, if there is one, run again now
         # Even if this rank needs no gradient, the others wait for it.
         transposed = ctx.map.transposed
-        return None, None, *apply(cotangents, transposed, ctx.key, is_traced=is_traced())
+        return None, None, *apply(cotangents, transposed, ctx.key, is_traced=ctx.is_operator or is_traced())
 
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> Tensors:
         # A key of their own: a rank may leave out the backward of a call's tangents, or that of its values.
-        return apply(tangents, ctx.map, hash((ctx.key, 1)), is_traced=is_traced())
+        return apply(tangents, ctx.map, hash((ctx.key, 1)), is_traced=ctx.is_operator or is_traced())
 
 
 def _arguments(linear_map: Map) -> tuple[Any, ...]:
@@ -190,7 +190,7 @@ def _one_level() -> Any:
         @staticmethod
         def forward(ctx: Any, level: tuple[Map, Any], key: int, x: torch.Tensor) -> torch.Tensor:
             ctx.map, keys = level
-            ctx.key = key
+            ctx.key, ctx.is_operator = key, True
             below = keys & private("torch._C", "_after_autograd_keyset", _COMPILED)
             forward_mode = private("torch.autograd.forward_ad", "_set_fwd_grad_enabled", _COMPILED)
             with (

@@ -244,8 +244,9 @@ def concatenate(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
 
 def _without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
     """Return a context in which dtypes stay as they are: a rank that pads must not differ from others."""
-    may_be_enabled = torch.compiler.is_compiling() or torch.is_autocast_enabled(device)
-    if may_be_enabled and torch.amp.autocast_mode.is_autocast_available(device):
+    # Dynamo of torch 2.6 cannot ask whether there is an autocast for the device.
+    is_known = torch.compiler.is_compiling() or torch.amp.autocast_mode.is_autocast_available(device)
+    if is_known and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
 
