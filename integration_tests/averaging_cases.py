@@ -3,8 +3,6 @@
 Each is a function of a job, which trains on this rank: :data:`TOLD` must be told, :data:`LEGAL` must not.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import threading
@@ -14,15 +12,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ddp_compress_hooks import CompressState, bf16_compress_hook
 from ddp_optim_overlap import overlap_optimizer
-from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
+from ddp_quant_hooks import LowRankState, QuantizedAllreduceState, low_rank_hook, quantized_allreduce_hook
 from dist_utils import sync_params_and_buffers
 
-KINDS = ("8 bits", "16 bits", "overlap", "overlap of 8 bits")
+KINDS = ("8 bits", "16 bits", "low rank", "overlap", "overlap of 8 bits")
 
 
 class Answer:
@@ -64,6 +63,19 @@ class Net(nn.Module):
         return self.forward(x)
 
 
+class Task(Net):
+    """Its encoder, whose gradients are the last to come, may be left out; it has parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.encodes, self.shift, self.scale = True, nn.Parameter(torch.zeros(8)), nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        x = x * self.scale + self.shift
+        x = self.encoder(x) if self.encodes else x
+        return (self.head(x) + self.aside(x)).square().mean()
+
+
 class Job:
     """A model, its optimizer, and what answers for its average."""
 
@@ -84,19 +96,18 @@ class Job:
         return self
 
     def attach(self, ddp, optimizer):
-        state = {
-            "8 bits": lambda: QuantizedAllreduceState(min_bytes=0),
-            "overlap of 8 bits": lambda: QuantizedAllreduceState(min_bytes=0),
-            "16 bits": CompressState,
-            "overlap": lambda: None,
-        }[self.kind]()
-        hook = {"16 bits": bf16_compress_hook, "overlap": None}.get(self.kind, quantized_allreduce_hook)
-        if state is not None:
-            state.bind(ddp)
+        make_state, hook = {
+            "16 bits": (CompressState, bf16_compress_hook),
+            "low rank": (lambda: LowRankState(min_bytes=0), low_rank_hook),
+            "overlap": (lambda: None, None),
+        }.get(self.kind, (lambda: QuantizedAllreduceState(min_bytes=0), quantized_allreduce_hook))
+        self.state, self.hook = make_state(), hook
+        if self.state is not None:
+            self.state.bind(ddp)
         if not self.overlapped:
-            ddp.register_comm_hook(state, hook)
+            ddp.register_comm_hook(self.state, hook)
         else:
-            self.handle = overlap_optimizer(ddp, optimizer, comm_hook=hook, comm_state=state)
+            self.handle = overlap_optimizer(ddp, optimizer, comm_hook=hook, comm_state=self.state)
 
     def batch(self):
         return torch.randn(4, 8, generator=self.random)
@@ -177,14 +188,14 @@ def forward_through_the_module_later(job):
     job.steps(forward=job.ddp.module)
 
 
-@told("a model that was moved, cast or changed after DDP was made")
+@told("moved, cast or changed after DDP was made")
 def cast_and_back_before_training(job):
     job.make()
     job.ddp.double().float()
     job.steps()
 
 
-@told("a model that was moved, cast or changed after DDP was made")
+@told("moved, cast or changed after DDP was made")
 def cast_and_back_during_training(job):
     job.make().steps()
     job.ddp.to(torch.bfloat16).to(torch.float32)
@@ -211,7 +222,7 @@ def unfrozen_after_ddp_was_made(job):
     job.steps()
 
 
-@told("a model that was moved, cast or changed after DDP was made")
+@told("moved, cast or changed after DDP was made")
 def a_layer_replaced_after_ddp_was_made(job):
     job.make().steps()
     job.net.head = nn.Linear(8, 4)
@@ -265,6 +276,74 @@ def a_second_ddp_around_the_model(job):
 def a_small_part_alone(job):
     job.make().steps()
     job.steps(forward=lambda x: job.net.head(x).square().mean())
+
+
+@told("a forward pass of ddp.module")
+def a_parameter_beside_others_alone(job):
+    job.make(Task()).steps()
+    job.steps(forward=lambda x: (x * job.net.scale).square().mean())
+
+
+@told("a forward pass of ddp.module")
+def unfrozen_after_bind_and_used_locally(job):
+    torch.manual_seed(0)
+    net = job.net = Net()
+    job.ddp = DistributedDataParallel(net, find_unused_parameters=True)
+    net.requires_grad_(False)
+    job.optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    job.attach(job.ddp, job.optimizer)
+    net.requires_grad_(True)
+    job.steps()
+    job.steps(forward=net)
+
+
+@told("takes them for unused: the model was moved, cast or changed")
+def a_layer_cast_and_back_that_may_be_unused(job):
+    job.make(find_unused_parameters=True).steps()
+    job.net.head.double().float()
+    job.steps()
+
+
+@told("others got none", "the backward pass ended after 1 buckets")
+def a_layer_cast_and_back(job):
+    job.make().steps()
+    job.net.encoder[0].double().float()
+    job.steps(1)
+
+
+@told("others got none", "the backward pass ended after 1 buckets")
+def a_pass_without_the_first_layer(job):
+    job.make(Task()).steps()
+    job.net.encodes = False
+    job.steps(1)
+
+
+@told("came in no bucket")
+def parameters_exchanged_in_the_optimizer(job):
+    job.make().steps()
+    job.net.load_state_dict(copy.deepcopy(job.net.state_dict()), assign=True)
+    job.optimizer.param_groups[0]["params"] = list(job.net.parameters())
+    job.steps()
+
+
+@told("a second backward() without a forward pass of ddp since the first one")
+def two_forward_passes_before_two_backward_passes(job):
+    job.make().steps()
+    for _ in job.rounds():
+        with job.pause():
+            first, second = job.ddp(job.batch()), job.ddp(job.batch())
+            first.backward()
+            second.backward()
+
+
+@told("a second backward() without a forward pass of ddp since the first one")
+def two_losses_of_one_forward_pass(job):
+    job.make().steps()
+    for _ in job.rounds():
+        with job.pause():
+            loss = job.ddp(job.batch())
+            loss.backward(retain_graph=True)
+            loss.square().backward()
 
 
 # ---- averaged, or local on purpose ----
@@ -325,6 +404,30 @@ def parameters_used_by_turns(job):
     for step in range(4):
         job.net.uses_aside = step % 2 == 0
         job.steps(1)
+
+
+@legal
+def a_local_pass_with_what_the_averaged_one_leaves_out(job):
+    job.make(find_unused_parameters=True).steps()
+    for _ in job.rounds():
+        job.net.uses_aside = True
+        job.backward(job.net)
+        job.net.uses_aside = False
+        job.backward()
+
+
+@legal
+def a_hook_for_some_buckets_only(job):
+    if job.overlapped:
+        return  # one hook for each bucket
+    job.make()
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return allreduce_hook(None, bucket) if bucket.index() else job.hook(state, bucket)
+
+    job.ddp = DistributedDataParallel(job.net, bucket_cap_mb=0.0005)
+    job.ddp.register_comm_hook(job.state.bind(job.ddp), hook)
+    job.steps()
 
 
 @legal
@@ -518,6 +621,19 @@ def ignored_parameters(job):
         own.step()
         own.zero_grad()
     sync_params_and_buffers(None, list(net.aside.parameters()), 1 << 20, 0)
+
+
+@legal
+def an_ignored_parameter_of_the_model_itself(job):
+    net = Task()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, [".scale"])
+    job.make(net, parameters=lambda net: [one for one in net.parameters() if one is not net.scale])
+    own = torch.optim.SGD([net.scale], lr=0.1)
+    for _ in range(3):
+        job.steps(1)
+        dist.all_reduce(net.scale.grad)
+        own.step()
+        own.zero_grad()
 
 
 @legal

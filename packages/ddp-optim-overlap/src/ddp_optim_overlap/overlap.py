@@ -47,11 +47,9 @@ class OverlapHandle:
         engine: Engine,
         optimizers: tuple[torch.optim.Optimizer, ...],
         stepper: LoopStepper,
-        watch: BucketWatch,
     ) -> None:
         self.optimizers = optimizers
         self._engine = engine
-        self._watch = watch
         self._stepper = stepper
 
     def wait(self, timeout: float | None = None) -> StepReport:
@@ -88,11 +86,11 @@ class OverlapHandle:
         gradients = self._engine.gradients
         before, added = self._engine.paused, gradients.may_be_added_to
         gradients.may_be_added_to = not self._stepper.expects_a_call()
-        self._watch.paused = self._engine.paused = True
+        self._engine.paused = True
         try:
             yield
         finally:
-            self._watch.paused = self._engine.paused = before
+            self._engine.paused = before
             gradients.may_be_added_to = added
 
     def remove(self) -> None:
@@ -235,8 +233,8 @@ def overlap_optimizer(
         engine.remove()
         raise
     slot.put(engine)
-    slot.watch = watch = slot.watch or BucketWatch(ddp, "the overlapped step", slot)
-    return OverlapHandle(engine, optimizers, stepper, watch)
+    slot.watch = slot.watch or BucketWatch(ddp, "the overlapped step", slot)
+    return OverlapHandle(engine, optimizers, stepper)
 
 
 def _require_arguments(

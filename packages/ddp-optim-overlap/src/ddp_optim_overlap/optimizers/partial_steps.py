@@ -181,6 +181,17 @@ def step_pre_hooks(optimizer: torch.optim.Optimizer) -> Mapping[int, Callable[..
     return {**of_all, **private(optimizer, _STEP_PRE_HOOKS, _PURPOSE)}
 
 
+def run_guards(optimizer: torch.optim.Optimizer) -> None:
+    """Run the step pre-hooks of all optimizers that only raise, as if this one were about to step.
+
+    They are marked by an attribute, ``guards``. No public name for all hooks up to torch 2.15.
+    """
+    of_all = private("torch.optim.optimizer", "_global_optimizer_pre_hooks", _PURPOSE)
+    for hook in list(of_all.values()):
+        if hasattr(hook, "guards"):
+            hook(optimizer, (optimizer,), {})
+
+
 def step_post_hooks(optimizer: torch.optim.Optimizer) -> Mapping[int, Callable[..., Any]]:
     """Return the step post-hooks of an optimizer and of all optimizers. No public name up to torch 2.15."""
     of_all = private("torch.optim.optimizer", "_global_optimizer_post_hooks", _PURPOSE)

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddp_optim_overlap.errors import ConfigError
-from ddp_optim_overlap.optimizers.partial_steps import mark_stepped, step_post_hooks, step_pre_hooks
+from ddp_optim_overlap.optimizers.partial_steps import (
+    mark_stepped,
+    run_guards,
+    step_post_hooks,
+    step_pre_hooks,
+)
 from ddp_optim_overlap.optimizers.step_inputs import Comparison, StepInputs
 from ddp_optim_overlap.optimizers.stepper import Stepper
 from ddp_optim_overlap.passes.gradient_watch import GradientWatch, is_capturing
@@ -140,6 +145,8 @@ class LoopStepper(Stepper):
         if self._pending:
             self._habit = _Habit.LEAVES_OUT
         super().begin()
+        for optimizer in self._pending:
+            run_guards(optimizer)  # as step() of the last pass would have, which was left out
         self._require_no_pre_hooks()
 
     def finish(self, gradients: GradientWatch) -> None:
@@ -238,6 +245,7 @@ class LoopStepper(Stepper):
         if not removed:
             self._refuse_late_call()
         self._require_same_inputs(optimizer)
+        run_guards(optimizer)
         del self._pending[optimizer]
         if not removed:
             self._habit = _Habit.CALLS

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from dist_utils import torch_compat
-
-_WATCHED = 256
-"""At most so many parameters of a model have a hook, which takes half a microsecond in every pass."""
+from dist_utils.torch_compat import inside_backward
 
 _NAMED = 3
 """Parameters that a message names."""
@@ -50,6 +49,10 @@ class BucketWatch:
     If no bucket has ever come and the model has another hook, or none, its gradients are probably averaged
     without the hook of this watch. A warning says so, once.
 
+    A bucket is enough for all gradients of its pass, as ``DistributedDataParallel`` averages all or none. It
+    averages none if it has waited in vain for some of its parameters, which it would tell in the next forward
+    pass only: that is an error, too.
+
     Watches of one model share what they see, so that a bucket for any of them will do. Of models that share
     some of their parameters, a bucket for any watch will do for these. A later model with all parameters of
     an earlier one takes them over. Not seen are steps of optimizers that are no ``torch.optim.Optimizer``,
@@ -62,9 +65,8 @@ class BucketWatch:
         owner: What is given to ``register_comm_hook`` as the state, if that is known. Not kept alive.
 
     Cost:
-        Two microseconds in ``optimizer.step()``, and in a backward pass half a microsecond for each of at
-        most 256 parameters. In a model with more modules than that, only every n-th is looked at: a pass
-        through a few neighboring ones alone may be missed.
+        Two microseconds in ``optimizer.step()`` and some nanoseconds for each of its parameters; half a
+        microsecond for each parameter in a backward pass.
 
     Example:
         >>> watch = BucketWatch(ddp, "MyState", state)  # doctest: +SKIP
@@ -73,22 +75,34 @@ class BucketWatch:
 
     def __init__(self, ddp: DistributedDataParallel, state: str, owner: object | None = None) -> None:
         self.state = state
-        self.paused = False
-        """Passes meanwhile do not count, as those inside ``no_sync()``."""
         self._owner = None if owner is None else weakref.ref(owner)
         self._passes: _Passes | None = None
         if ddp.process_group.size() > 1 and _gives_buckets(ddp):
             self._passes = _passes_of(ddp)
             self._passes.watches.add(self)
 
+    @property
+    def paused(self) -> bool:
+        """Whether passes do not count, as those inside ``no_sync()``."""
+        return self._passes is not None and self in self._passes.paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        if self._passes is not None:
+            (self._passes.paused.add if paused else self._passes.paused.discard)(self)
+
     def bucket_came(self) -> None:
-        """Note that DDP has handed over a bucket, so that all gradients so far are averaged."""
+        """Note that DDP has handed over a bucket, so that all gradients so far are averaged.
+
+        At the end of such a pass, call it again if not every bucket comes to the same hook.
+        """
         if self._passes is not None:
             self._passes.bucket_came()
 
     def end(self) -> None:
         """Stop watching."""
         if self._passes is not None:
+            self.paused = False
             self._passes.watches.discard(self)
             self._passes = None
 
@@ -108,8 +122,9 @@ class _Passes:
     Attributes:
         averaged: The parameters that DDP averages, by id.
         came: Whether a bucket has ever come.
-        unaveraged: Names of watched parameters that got a gradient after the last bucket, by id.
+        unaveraged: Names of parameters that got a gradient after the last bucket, by id.
         watches: For whom this looks.
+        paused: Those for which passes do not count now.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -117,25 +132,31 @@ class _Passes:
         self.came = False
         self.unaveraged: dict[int, str] = {}
         self.watches: set[BucketWatch] = set()
-        self.averaged = frozenset(map(id, _averaged_parameters(ddp)))
-        self._outside: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[torch.Tensor]]] = (
-            weakref.WeakKeyDictionary()
-        )
-        watched = list(self._first_of_each_module(ddp.module))
-        every = -(-len(watched) // _WATCHED)
+        self.paused: set[BucketWatch] = set()
+        self._nodes: dict[int, Any] = {}
+        """Those that accumulate gradients, to which DDP listens, if it may take parameters for unused."""
+        self._unheard: set[int] = set()
+        """The parameters that have another node since: DDP takes them for unused."""
+        self._outside: weakref.WeakKeyDictionary[
+            torch.optim.Optimizer, tuple[tuple[int, ...], list[torch.Tensor]]
+        ] = weakref.WeakKeyDictionary()
+        averaged = _averaged_parameters(ddp)
+        self.averaged = frozenset(map(id, averaged))
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
-            for name, parameter in watched[:: every or 1]
+            self._listen_to(name, parameter, may_be_unused=ddp.find_unused_parameters)
+            for parameter, name in averaged.items()
+            if parameter.is_floating_point() or parameter.is_complex()
         ]
 
     def bucket_came(self) -> None:
         """Note that all gradients of the model so far are averaged."""
         self.came = True
-        self.unaveraged.clear()
-        if len(_of_models) == 1:
-            return
+        if not self._unheard:
+            self.unaveraged.clear()
+            if len(_of_models) == 1:
+                return
         for passes in _of_models.values():  # another model may have some of the parameters, too
-            for one in passes.unaveraged.keys() & self.averaged:
+            for one in (passes.unaveraged.keys() & self.averaged) - self._unheard:
                 del passes.unaveraged[one]
 
     def end(self) -> None:
@@ -143,6 +164,7 @@ class _Passes:
         while self._hooks:
             self._hooks.pop().remove()
         self.unaveraged.clear()
+        self._nodes.clear()
         ddp = self._ddp()
         if ddp is not None:
             _of_models.pop(ddp, None)
@@ -153,63 +175,86 @@ class _Passes:
         Raises:
             UnaveragedGradientsError: It would.
         """
+        ddp = self._ddp()
+        waits = ddp is not None and not inside_backward() and not _is_finished(ddp)
         if not self.watches:
             self.end()
-        elif self.unaveraged and (names := self._unaveraged_in(optimizer)):
+        elif (self.unaveraged or waits) and (found := self._unaveraged_in(optimizer, every=waits)):
+            del ddp
             gc.collect()  # a model is part of cycles: an earlier one may only seem to exist
             if (ddp := self._ddp()) is not None:
-                self._refuse(ddp, names)
+                self._refuse(ddp, found, waits=waits)
         elif outside := [one for one in self._parameters_outside(optimizer) if one.grad is not None]:
             self._refuse_outside(outside)
 
-    def _first_of_each_module(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the first averaged parameter of every module, with its name; others come in the same pass."""
-        seen: set[int] = set()
-        for prefix, child in module.named_modules():
-            for name, parameter in child.named_parameters(prefix, recurse=False):
-                if id(parameter) in self.averaged and parameter.requires_grad and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield name, parameter
-                    break
+    def _listen_to(self, name: str, parameter: torch.Tensor, *, may_be_unused: bool) -> RemovableHandle:
+        ddp_of, paused, unaveraged, key = self._ddp, self.paused, self.unaveraged, id(parameter)
 
-    def _hook(self, name: str) -> Any:
-        ddp_of, watches, unaveraged = self._ddp, self.watches, self.unaveraged
-
-        def got_gradient(parameter: torch.Tensor) -> None:
+        def got_gradient(_: torch.Tensor) -> None:
             ddp = ddp_of()
-            if ddp is None or not ddp.require_backward_grad_sync:  # inside no_sync()
-                return
-            for watch in watches:  # it runs for many parameters in every pass: any() takes twice as long
-                if watch.paused:
-                    return
-            unaveraged[id(parameter)] = name
+            if ddp is not None and ddp.require_backward_grad_sync and not paused:  # outside of no_sync()
+                unaveraged[key] = name
 
-        return got_gradient
+        hook: Callable[[torch.Tensor], None] = got_gradient
+        trained = parameter.requires_grad
+        parameter.requires_grad_()  # a frozen one, which may be unfrozen later, cannot have a hook
+        if may_be_unused:
+            self._nodes[key] = torch.autograd.graph.get_gradient_edge(parameter).node
+            hook = self._with_node(key, got_gradient)
+        register: Any = parameter.register_post_accumulate_grad_hook
+        handle: RemovableHandle = register(hook)
+        parameter.requires_grad_(trained)
+        return handle
 
-    def _unaveraged_in(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Return the names of watched parameters of an optimizer whose gradient is a rank's own."""
+    def _with_node(
+        self, key: int, got_gradient: Callable[[torch.Tensor], None]
+    ) -> Callable[[torch.Tensor], None]:
+        """Return a hook that notices, too, if DDP does not hear of a gradient, and takes it for unused.
+
+        DDP then hands over a bucket in which it has zeros, and leaves ``.grad`` alone. It listens to the node
+        that the parameter had when DDP was made, and one that changes its dtype gets another node. No public
+        name for the node up to torch 2.15.
+        """
+        passes_of, purpose = weakref.ref(self), "noticing gradients that DDP takes for unused"
+        current_node = torch_compat.private("torch._C", "_current_autograd_node", purpose)
+
+        def hook(parameter: torch.Tensor) -> None:
+            passes = passes_of()
+            if passes is not None and current_node() is not passes._nodes.get(key):  # noqa: SLF001
+                passes._unheard.add(key)  # noqa: SLF001
+            got_gradient(parameter)
+
+        return hook
+
+    def _unaveraged_in(self, optimizer: torch.optim.Optimizer, *, every: bool) -> dict[int, str]:
+        """Return the names of an optimizer's parameters whose gradient is a rank's own, by id.
+
+        Args:
+            optimizer: Steps them.
+            every: Whether all gradients are a rank's own.
+        """
         ddp = self._ddp()
         if ddp is None:
-            return []
+            return {}
         in_step = set(map(id, _parameters_of(optimizer)))
-        found = []
+        found = {}
         for name, parameter in ddp.module.named_parameters():
-            if id(parameter) not in self.unaveraged:
+            if id(parameter) not in (self.averaged if every else self.unaveraged):
                 continue
             if parameter.grad is None or _is_zero(parameter.grad):
-                del self.unaveraged[id(parameter)]  # it was not for a step
+                self.unaveraged.pop(id(parameter), None)  # it was not for a step
             elif id(parameter) in in_step:
-                found.append(name)
+                found[id(parameter)] = name
         return found
 
     def _parameters_outside(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """Return the parameters of the model that an optimizer steps and no bucket holds."""
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        stepped = tuple(map(id, _parameters_of(optimizer)))
         known = self._outside.get(optimizer)
-        if known is None or known[0] != count:
+        if known is None or known[0] != stepped:
             others = [one for one in _parameters_of(optimizer) if id(one) not in self.averaged]
             members = self._names_not_averaged() if others else {}
-            known = self._outside[optimizer] = count, [one for one in others if id(one) in members]
+            known = self._outside[optimizer] = stepped, [one for one in others if id(one) in members]
         return known[1]
 
     def _names_not_averaged(self) -> dict[int, str]:
@@ -219,11 +264,11 @@ class _Passes:
             return {}
         return {
             id(parameter): name
-            for name, parameter in ddp.module.named_parameters()
-            if id(parameter) not in self.averaged and name not in ddp.parameters_to_ignore
+            for parameter, name in _parameters_not_ignored(ddp).items()
+            if id(parameter) not in self.averaged
         }
 
-    def _refuse(self, ddp: DistributedDataParallel, names: list[str]) -> None:
+    def _refuse(self, ddp: DistributedDataParallel, unaveraged: dict[int, str], *, waits: bool) -> None:
         states = ", ".join(sorted({watch.state for watch in self.watches}))
         if not self.came and not any(watch.is_registered(ddp) for watch in self.watches):
             self.end()
@@ -235,15 +280,33 @@ class _Passes:
                 stacklevel=2,
             )
             return
+        if waits:
+            why = (
+                "DistributedDataParallel averages none before all its parameters have one: others got none "
+                "(use or freeze them, or set find_unused_parameters=True), or the model was moved, cast or "
+                "changed after DDP was made (do it before)"
+            )
+        elif not self._unheard.isdisjoint(unaveraged):
+            why = (
+                "DistributedDataParallel takes them for unused: the model was moved, cast or changed after "
+                "DDP was made (do it before)"
+            )
+        else:
+            why = (
+                f"DistributedDataParallel has handed over no bucket to {states} since. It hands over none in "
+                "these cases: static_graph=True with a forward pass that returns an object in which DDP "
+                "finds no tensor (return a tensor, tuple or dict); a forward pass of ddp.module or a part of "
+                "it instead of ddp; a model that was moved, cast or changed after DDP was made (do it "
+                "before); a forward pass inside no_sync() with backward() outside (put both inside); a "
+                "second backward() without a forward pass of ddp since the first one (add the losses, or let "
+                "each backward() follow its forward pass); a second DistributedDataParallel around the "
+                "model. If ranks are to step on their own, or have the same gradients, run backward() inside "
+                "no_sync()"
+            )
+        names = list(unaveraged.values())
         raise _error(
-            f"an optimizer was to step with gradients that were not averaged: a backward pass has given some "
-            f"to {_some(names)} (and perhaps to others), and DistributedDataParallel has handed over no "
-            f"bucket to {states} since. It hands over none in these cases: static_graph=True with a forward "
-            "pass that returns an object in which DDP finds no tensor (return a tensor, tuple or dict); a "
-            "forward pass of ddp.module or a part of it instead of ddp; a model that was moved, cast or "
-            "changed after DDP was made (do it before); a forward pass inside no_sync() with backward() "
-            "outside (put both inside); a second DistributedDataParallel around the model. If ranks are to "
-            "step on their own, run backward() inside no_sync()",
+            "an optimizer was to step with gradients that were not averaged: a backward pass has given some "
+            f"to {_some(names)} (and perhaps to others), and {why}",
             names,
         )
 
@@ -296,16 +359,36 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _averaged_parameters(ddp: DistributedDataParallel) -> list[torch.Tensor]:
+def _parameters_not_ignored(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
+    """Return the parameters that DDP was not told to ignore, found as DDP itself finds them, with names."""
+    return {
+        parameter: f"{module_name}.{name}".lstrip(".")
+        for module_name, module in ddp.module.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if f"{module_name}.{name}" not in ddp.parameters_to_ignore
+    }
+
+
+def _averaged_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
     """Return the parameters that a model's buckets hold: those that required gradients when DDP was made.
 
     If some were frozen or unfrozen since, it cannot be told which, and all that DDP does not ignore are
     returned. The number of those in buckets has no public name up to torch 2.15.
     """
-    parameters = [one for name, one in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]
-    trained = [one for one in parameters if one.requires_grad]
+    parameters = _parameters_not_ignored(ddp)
+    trained = {one: name for one, name in parameters.items() if one.requires_grad}
     facts = torch_compat.private(ddp, "_get_ddp_logging_data", "noticing gradients in no bucket")()
     return trained if len(trained) == facts.get("num_parameter_tensors") else parameters
+
+
+def _is_finished(ddp: DistributedDataParallel) -> bool:
+    """Return whether DDP has all gradients that it waits for. No public name up to torch 2.15."""
+    check = torch_compat.private(ddp, "_check_reducer_finalized", "noticing gradients without an average")
+    try:
+        check()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _gives_buckets(ddp: DistributedDataParallel) -> bool:

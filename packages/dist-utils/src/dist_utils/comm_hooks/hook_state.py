@@ -296,7 +296,8 @@ class HookState:
         Args:
             device: Where the bucket's gradients are.
         """
-        self._clock.bucket_came(device)
+        # A hook may pass on some buckets to another one, but all of a pass are averaged.
+        self._clock.bucket_came(device, None if self._watch is None else self._watch.bucket_came)
 
     def begin_bucket(self, title: str, bucket: Bucket) -> AgreedBucket:
         """Begin a bucket: what every hook calls first, and what a subclass extends by its own preparations.

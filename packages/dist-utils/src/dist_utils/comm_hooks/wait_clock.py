@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -57,10 +58,14 @@ class WaitClock:
         self._waits: deque[tuple[Mark, Mark]] = deque()
         """Begin and end of waits that are not in the sum, because an accelerator was not there yet."""
 
-    def bucket_came(self, device: torch.device) -> None:
+    def bucket_came(self, device: torch.device, at_end: Callable[[], None] | None = None) -> None:
         """Measure the end of the backward pass that this thread is running, if there is one.
 
         Call it before DDP's own end is queued: in a hook.
+
+        Args:
+            device: Whose time is measured.
+            at_end: Called when the pass has ended.
         """
         task = graph_task_id()
         if task == -1 or task in self._running:
@@ -68,7 +73,7 @@ class WaitClock:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         self._running.add(task)
-        at_end_of_backward(partial(self._begin_wait, task, device))
+        at_end_of_backward(partial(self._begin_wait, task, device, at_end))
 
     def seconds(self) -> float:
         """Return the sum of the waits that are over. Does not wait for an accelerator."""
@@ -77,10 +82,13 @@ class WaitClock:
             self._seconds += end.seconds_since(begin)
         return self._seconds
 
-    def _begin_wait(self, task: int, device: torch.device) -> None:
+    def _begin_wait(self, task: int, device: torch.device, at_end: Callable[[], None] | None) -> None:
         self._running.discard(task)
-        at_end_of_backward(partial(self._end_wait, device, Mark(device)))  # queued behind DDP's own end
+        # Queued behind DDP's own end.
+        at_end_of_backward(partial(self._end_wait, device, Mark(device), at_end))
 
-    def _end_wait(self, device: torch.device, begin: Mark) -> None:
+    def _end_wait(self, device: torch.device, begin: Mark, at_end: Callable[[], None] | None) -> None:
         self._waits.append((begin, Mark(device)))
         self.seconds()  # few waits are kept
+        if at_end is not None:
+            at_end()
