@@ -304,6 +304,13 @@ def a_layer_cast_and_back_that_may_be_unused(job):
     job.steps()
 
 
+@told("takes them for unused: the model was moved, cast or changed")
+def a_layer_cast_and_back_before_a_static_graphs_first_pass(job):
+    job.make(static_graph=True)
+    job.net.head.double().float()
+    job.steps(1)
+
+
 @told("others got none", "the backward pass ended after 1 buckets")
 def a_layer_cast_and_back(job):
     job.make().steps()

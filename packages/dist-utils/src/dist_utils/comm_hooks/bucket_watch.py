@@ -141,9 +141,10 @@ class _Passes:
             torch.optim.Optimizer, tuple[tuple[int, ...], list[torch.Tensor]]
         ] = weakref.WeakKeyDictionary()
         averaged = _averaged_parameters(ddp)
+        may_be_unused = ddp.find_unused_parameters or ddp.static_graph  # that one in its first pass
         self.averaged = frozenset(map(id, averaged))
         self._hooks = [
-            self._listen_to(name, parameter, may_be_unused=ddp.find_unused_parameters)
+            self._listen_to(name, parameter, may_be_unused=may_be_unused)
             for parameter, name in averaged.items()
             if parameter.is_floating_point() or parameter.is_complex()
         ]
