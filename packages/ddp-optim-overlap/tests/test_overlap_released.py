@@ -93,12 +93,19 @@ class Late:
         return done.then(lambda done: done.value())
 
 
+def another_tensor(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average, and leave the bucket as it was."""
+    work = dist.all_reduce(bucket.buffer().clone(), async_op=True)
+    return work.get_future().then(lambda total: total.value()[0] / dist.get_world_size())
+
+
 @runs.cases(
     {
         "clipped": (lambda: {"clip": ByValue(0.01)},),
         "unused": (lambda: {"unused": "step"},),
         "fp16": (lambda: {"comm_hook": fp16_compress_hook},),
         "two buckets late": (lambda: {"comm_hook": Late(2)},),
+        "another tensor": (lambda: {"comm_hook": another_tensor},),
     }
 )
 def check_as_an_overlap_that_keeps_gradients(options):

@@ -99,6 +99,11 @@ def _watched(_):
     found["a later model's"] = _steps(later, later)
 
     ddp, _watch = _model()
+    later = DistributedDataParallel(ddp.module)
+    _later_watch = BucketWatch(later, "Later")
+    found["an earlier model's"] = _steps(ddp, ddp)
+
+    ddp, _watch = _model()
     module = ddp.module
     del ddp, _watch
     found["model gone"] = _steps(module, module)
@@ -128,6 +133,7 @@ def test_a_step_without_a_bucket_is_an_error_or_warns_once_about_a_hook_that_is_
         quiet = (
             *("no_sync", "in use", "in use again", "reentrant", "paused", "ended", "model gone"),
             "Python reducer",
+            "an earlier model's",
         )
         assert found == dict.fromkeys(quiet, [""] * 3)
 
@@ -239,13 +245,13 @@ def test_sparse_gradients_are_looked_at():
 
 
 def _unused_and_dropped(_):
-    """Hooks that know their nodes do not keep a model, either."""
+    """Neither hooks that know their nodes keep a model, nor does its watch."""
     ddp, state = DistributedDataParallel(_Net(), find_unused_parameters=True), _State()
     watch = BucketWatch(ddp, "MyState", state)
     ddp.register_comm_hook(state, _hook(watch))
     found = _steps(ddp, ddp)
     held = [weakref.ref(ddp), *map(weakref.ref, ddp.parameters())]
-    del ddp, state, watch
+    del ddp
     gc.collect()
     return found, [one() for one in held]
 

@@ -118,12 +118,12 @@ class BackwardPass:
         while due:
             together = self._await_averages(due)
             del due[: len(together)]
-            if not due and self.released is None and not self.steps_unused:
-                self._rest = together
-                self.leave_waiting()
-                break
-            for average in self.step_now(together):
-                self.waiting.popleft().done.set_result(average)
+            if due or self.released is not None or self.steps_unused:
+                results = self.step_now(together)
+            else:
+                self._rest, results = together, [bucket.buffer for bucket in together]
+            for result in results:  # those of buckets to leave are not averaged yet
+                self.waiting.popleft().done.set_result(result)
 
     def step_rest(self) -> None:
         """Step the buckets that are left, when DDP has written their averages into ``.grad``.

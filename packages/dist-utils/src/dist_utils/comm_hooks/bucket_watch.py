@@ -128,13 +128,15 @@ class _Passes:
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = weakref.ref(ddp)
         self.came = False
         self.unaveraged: dict[int, str] = {}
         self.watches: set[BucketWatch] = set()
         self.paused: set[BucketWatch] = set()
         self._nodes: dict[int, Any] = {}
-        """Those that accumulate gradients, to which DDP listens, if it may take parameters for unused."""
+        """Those that accumulate gradients, to which DDP listens, if it may take parameters for unused. Each
+        keeps its parameter alive."""
+        nodes = self._nodes
+        self._ddp = weakref.ref(ddp, lambda _: nodes.clear())  # a watch may live longer than its model
         self._unheard: set[int] = set()
         """The parameters that have another node since: DDP takes them for unused."""
         self._outside: weakref.WeakKeyDictionary[
@@ -154,7 +156,7 @@ class _Passes:
         self.came = True
         if not self._unheard:
             self.unaveraged.clear()
-            if len(_of_models) == 1:
+            if len(_of_models) == 1 and self._hooks:  # there is no other: this has not ended
                 return
         for passes in _of_models.values():  # another model may have some of the parameters, too
             for one in (passes.unaveraged.keys() & self.averaged) - self._unheard:
