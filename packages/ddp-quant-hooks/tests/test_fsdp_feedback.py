@@ -117,10 +117,15 @@ def _frozen(net):
     net.b.requires_grad_(True)
 
 
+def _unused_and_frozen(net):
+    _unused(net)
+    net.a.requires_grad_(False)
+
+
 def _parameters_of_one_size(_):
     """A residual of one parameter never comes into another one of as many values."""
     for function, axis in ((quantize_all_reduce, "node"), (quantize_reduce_scatter, "shard")):
-        for use_the_first in (_unused, _frozen):
+        for use_the_first in (_unused, _frozen, _unused_and_frozen):
             mesh = nodes_and_shards(1 if axis == "node" else 2)
             net = fully_shard(Alike(), mesh=mesh["shard"])
             function(net, QuantizedAllreduceState(mesh[axis], bits=4, min_bytes=0))

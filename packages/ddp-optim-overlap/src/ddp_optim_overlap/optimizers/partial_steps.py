@@ -77,8 +77,8 @@ class PartialSteps:
         self.parameters = parameters_of(self.optimizer)
         self.places = {}
         for number, group in enumerate(members):
-            for position, parameter in enumerate(group):
-                self.places.setdefault(parameter, []).append((number, position))
+            for position, parameter_id in enumerate(group):
+                self.places.setdefault(parameter_id, []).append((number, position))
         return True
 
     def step(self, parameters: Sequence[torch.Tensor]) -> None:

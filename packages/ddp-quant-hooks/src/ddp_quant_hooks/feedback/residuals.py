@@ -31,8 +31,8 @@ class Key:
         name: As given.
         shape: The shape that they have now.
         is_complex: As given.
-        contents: The numbers and shapes of the parameters whose values follow each other here; ``None``:
-            there are none, or nobody knows which.
+        contents: The numbers and shapes of the parameters whose values follow each other here, none if nobody
+            knows which; ``None``: those of no parameters, or of the same as when they were saved.
     """
 
     def __init__(self, name: str, shape: Sequence[int], *, is_complex: bool = False) -> None:

@@ -133,14 +133,13 @@ class Handle(Replacement):
         step.use([name])
         trained, known = module.trained, feedback.keys.get(name)
         has_all = gradients.numel() == shards * sum(shape.numel() for _, shape in trained)
-        has_same = known is None or (known.count, known.contents or trained) == (
-            value_count(gradients),
-            trained,
+        has_same = known is None or (
+            known.count == value_count(gradients) and known.contents in (None, trained)
         )
         if not (has_all and has_same):
             feedback.free(name)
         key = feedback.key_of(name, gradients)
-        key.contents = trained if has_all else None
+        key.contents = trained if has_all else []
         return key, step
 
     def _agree_at_end(self, step: Step, device: torch.device) -> None:

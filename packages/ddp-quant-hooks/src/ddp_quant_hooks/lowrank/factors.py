@@ -215,8 +215,9 @@ class Factors:
             lost: What :meth:`left_row` has lost by rounding on this rank, of its share of the mean.
         """
         means, rest = self._lefts(self._row)
-        self._left, _ = self._lefts(torch.empty_like(self._row))
-        weights, _ = self._lefts(torch.empty_like(self._row))
+        of_matrices = self._row[: len(self._row) - len(rest)]
+        self._left, _ = self._lefts(torch.empty_like(of_matrices))
+        weights, _ = self._lefts(torch.empty_like(of_matrices))
         self._row = torch.empty(sum(self._right_lengths), dtype=torch.float32, device=self._device)
         rights = self._rights(self._row)
         calls = [*map(FactorCall.find_basis, means, self._left, weights)]
