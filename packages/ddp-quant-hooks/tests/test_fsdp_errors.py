@@ -25,7 +25,7 @@ def _models_and_groups(_):
     plain, native, state = sharded(mesh["shard"]), sharded(mesh), state_between(mesh)
     too_late = r"'\(model\)' averages between nodes by itself.*mesh=mesh\['shard'\]"
     for error, match, model, of in (
-        (TypeError, "state must be a Quant.*got DeviceMesh", plain, mesh["node"]),
+        (TypeError, "state must be a state of this package.*got DeviceMesh", plain, mesh["node"]),
         (TypeError, "model must be a module, got list", [plain], state),
         (ValueError, "applied neither to the model", Net(), state),
         (ValueError, too_late, native, state),

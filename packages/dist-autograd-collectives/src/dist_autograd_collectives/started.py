@@ -151,6 +151,8 @@ def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle
 
     Raises:
         TypeError: ``function`` is not a collective of this package; and what the function itself raises.
+        NotImplementedError: A tensor has a tangent of ``torch.autograd.forward_ad``: call the function
+            itself.
 
     Cost:
         The cost of the function. Where that takes two collectives in sequence (MAX, MIN and

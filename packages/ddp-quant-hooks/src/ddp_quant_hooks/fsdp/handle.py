@@ -41,7 +41,8 @@ class Handle(Replacement):
     def __init__(self, model: torch.nn.Module, state: AveragingState) -> None:
         if not isinstance(state, AveragingState):
             raise TypeError(
-                f"{self._function}: state must be a QuantizedAllreduceState, got {type(state).__name__}"
+                f"{self._function}: state must be a state of this package, such as QuantizedAllreduceState, "
+                f"got {type(state).__name__}"
             )
         self._state = state
         self._agreed: tuple[Step, set[int]] | None = None
