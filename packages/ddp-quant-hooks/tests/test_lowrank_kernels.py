@@ -9,7 +9,7 @@ from kernel_backends import SETS, computed_by, needs_library
 
 from ddp_quant_hooks.kernels import VALUE_DTYPES, dispatch, torch_ops
 from ddp_quant_hooks.kernels.cpu import CpuKernels
-from ddp_quant_hooks.kernels.low_rank import Matrix
+from ddp_quant_hooks.kernels.low_rank import FactorCall, Matrix
 
 SHAPES = [(1, 1), (3, 16), (17, 5), (64, 33), (255, 40), (256, 16), (257, 600), (7, 1100), (600, 31)]
 RANKS = [1, 2, 3, 4, 7, 8, 16]
@@ -38,13 +38,16 @@ def _everything(backend, matrix, left, right, mean_right):
         "values": matrix.values.clone(),
         "new_residual": torch.empty_like(matrix.values, dtype=torch.bfloat16),
     }
+    written = Matrix(found["values"], matrix.residual)
+    calls = [
+        FactorCall.multiply(matrix, right, found["multiply"]),
+        FactorCall.multiply_transposed(matrix, left, found["multiply_transposed"]),
+        FactorCall.find_basis(left, found["left"], found["weights"]),
+        FactorCall.follow(left, mean_right, found["next_right"]),
+        FactorCall.restore(written, left, right, mean_right, found["new_residual"]),
+    ]
     with computed_by(backend):
-        dispatch.multiply(matrix, right, found["multiply"])
-        dispatch.multiply_transposed(matrix, left, found["multiply_transposed"])
-        dispatch.find_basis(left, found["left"], found["weights"])
-        dispatch.follow(left, mean_right, found["next_right"])
-        written = Matrix(found["values"], matrix.residual)
-        dispatch.restore(written, left, right, mean_right, found["new_residual"])
+        dispatch.run_on_factors(calls)
     return found
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import dist_autograd_collectives as dac
+from dist_autograd_collectives import participation
 from dist_utils import TensorMismatchError
 from dist_utils.testing import run_ranks
 
@@ -203,3 +204,22 @@ def test_the_environment_asks_for_comparison_and_a_context_does(value, monkeypat
     monkeypatch.setenv("DIST_AUTOGRAD_CHECK", value)
     usual = value == "1"
     assert run_ranks(_switched, 2) == [[usual, True, False, usual, usual]] * 2
+
+
+def _leave(*_):
+    raise TensorMismatchError("this rank leaves")
+
+
+def _left_alone(rank):
+    """Rank 1 leaves between the comparison of calls and that of their splits."""
+    if rank == 1:
+        participation.all_gather_plain = _leave
+    with pytest.raises(RuntimeError) as caught:
+        checked(dac.all_to_all_single)(torch.empty(2), torch.ones(2), [1, 1], [1, 1])
+    return type(caught.value), str(caught.value)
+
+
+def test_a_comparison_of_splits_that_fails_is_a_collective_error():
+    (kind, text), (left, _) = run_ranks(_left_alone, 2, group_timeout=30)
+    assert (kind, left) == (dac.CollectiveError, TensorMismatchError)
+    assert "the comparison of calls failed on rank 0 of 2 in the group of all_to_all_single" in text

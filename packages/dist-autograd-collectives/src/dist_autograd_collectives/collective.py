@@ -11,7 +11,7 @@ from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 import torch
 
 from dist_autograd_collectives import arguments, linear, maps, participation
-from dist_autograd_collectives.maps import TRANSPOSES, Convention, Kind, Map, Members, Parts, Tensors
+from dist_autograd_collectives.maps import TRANSPOSES, Convention, Kind, Map, Members, Parts, Splits, Tensors
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Plan(Generic[T]):
     """
 
     finish: Callable[[Tensors], T]
-    splits: tuple[Parts, Parts] | None = None
+    splits: Splits | None = None
     question = ""
 
     def __init__(
@@ -105,9 +105,7 @@ class Plan(Generic[T]):
         if is_recorded:  # symbolic shapes have no hash, and graphs that are compiled no numbers
             return 0 if torch.compiler.is_compiling() else hash((next(self.who.calls), 0))
         if participation.compares.get():
-            participation.compare(self.who, f"{self.title}{self.terms}", tensors, self.shapes)
-            if self.splits is not None:
-                participation.compare_splits(self.who, *self.splits)
+            participation.compare(self.who, f"{self.title}{self.terms}", tensors, self.shapes, self.splits)
         return hash((next(self.who.calls), self.number))
 
 

@@ -43,6 +43,10 @@ class Parts(NamedTuple):
         return self.lengths[rank] * tensor.shape[1:].numel() if self.lengths else tensor.numel()
 
 
+Splits: TypeAlias = tuple[Parts, Parts]
+"""What this rank sends to each rank, and what it expects from each."""
+
+
 class Members:
     """The ranks that take part, and what this rank remembers of their calls.
 

@@ -13,7 +13,7 @@ import torch
 from dist_autograd_collectives.arguments import check_tensor
 from dist_autograd_collectives.backend import CollectiveError
 from dist_autograd_collectives.linear import is_traced, outside_transforms
-from dist_autograd_collectives.maps import Members, Parts, Tensors, members
+from dist_autograd_collectives.maps import Members, Splits, Tensors, members
 from dist_utils import AgreementError, TensorMismatchError, resolve_group
 from dist_utils.process_groups import TensorClaim, all_gather_plain, require_same_tensors
 from dist_utils.torch_compat import transformed_as
@@ -118,12 +118,36 @@ def compare_calls(enabled: bool = True) -> Iterator[None]:
         compares.reset(token)
 
 
-def compare(who: Members, called: str, tensors: Tensors, shapes: Sequence[Sequence[int]]) -> None:
-    """Raise on every rank unless all ranks make the same call with such tensors."""
+def compare(
+    who: Members, called: str, tensors: Tensors, shapes: Sequence[Sequence[int]], splits: Splits | None
+) -> None:
+    """Raise on every rank unless all ranks make the same call with such tensors.
+
+    With ``splits``, what this rank sends to each rank and expects from it, also unless each rank expects from
+    every other as much as that one sends.
+    """
     # If one of them needs a gradient, backward runs, for all of them.
     needs = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     described = [_description(tensor, shape, needs) for tensor, shape in zip(tensors, shapes, strict=False)]
-    _require_same(who, TensorClaim([("", one) for one in described], called))
+    claim = TensorClaim([("", one) for one in described], called)
+    with outside_transforms():
+        try:
+            require_same_tensors(resolve_group(who.group), claim)
+            everyone = all_gather_plain(who.group, [list(one.lengths) for one in splits]) if splits else []
+        except AgreementError:
+            raise
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"the comparison of calls failed on rank {who.rank} of {who.size} in the group of {called}: "
+                f"{error} - Do all ranks come to it?"
+            ) from error
+    for sender, (sent, _) in enumerate(everyone):
+        for receiver, (_, expected) in enumerate(everyone):
+            if sent[receiver] != expected[sender]:
+                raise TensorMismatchError(
+                    f"rank {sender} of the group sends {sent[receiver]} to rank {receiver}, which expects "
+                    f"{expected[sender]}"
+                )
 
 
 def tell(problem: Exception, group: Any) -> None:
@@ -141,7 +165,8 @@ def tell(problem: Exception, group: Any) -> None:
             who = members(group)
         except TypeError:
             who = members(None)
-        _require_same(who, TensorClaim([]), problem)
+        with outside_transforms():
+            require_same_tensors(resolve_group(who.group), TensorClaim([]), problem)
 
 
 def _description(tensor: torch.Tensor, shape: Sequence[int], needs_gradient: bool) -> str:
@@ -149,30 +174,3 @@ def _description(tensor: torch.Tensor, shape: Sequence[int], needs_gradient: boo
     needs = "a gradient" if needs_gradient else "no gradient"
     what = f"shape ({lengths}), {tensor.dtype} on {tensor.device.type}, which needs {needs}"
     return ", ".join(filter(None, [what, transformed_as(tensor)]))
-
-
-def _require_same(who: Members, claim: TensorClaim, problem: Exception | None = None) -> None:
-    """Raise on every rank if the ranks claim something else, or one of them has a problem."""
-    with outside_transforms():
-        try:
-            require_same_tensors(resolve_group(who.group), claim, problem)
-        except RuntimeError as error:
-            if error is problem or isinstance(error, AgreementError):
-                raise
-            raise CollectiveError(
-                f"the comparison of calls failed on rank {who.rank} of {who.size} in the group of "
-                f"{claim.arguments or 'a call with wrong arguments'}: {error} - Do all ranks come to it?"
-            ) from error
-
-
-def compare_splits(who: Members, outgoing: Parts, incoming: Parts) -> None:
-    """Raise on every rank unless each rank expects from every other as much as that one sends."""
-    with outside_transforms():
-        everyone = all_gather_plain(who.group, [list(outgoing.lengths), list(incoming.lengths)])
-    for sender, (sent, _) in enumerate(everyone):
-        for receiver, (_, expected) in enumerate(everyone):
-            if sent[receiver] != expected[sender]:
-                raise TensorMismatchError(
-                    f"rank {sender} of the group sends {sent[receiver]} to rank {receiver}, which expects "
-                    f"{expected[sender]}"
-                )

@@ -346,9 +346,9 @@ class AutoState(HookState):
         self._now, self._turn = choice, TrialPass(choice.candidate)
         super().close()
         chosen = self._in_use
-        if chosen.averaging is not None:
-            chosen.averaging.average.skips_first_steps = False
         for candidate in self.candidates.values():
+            if candidate.averaging is not None:  # also a user's own, which may be used elsewhere later
+                candidate.averaging.average.skips_first_steps = False
             if candidate.state is not chosen.state:
                 candidate.close()
 

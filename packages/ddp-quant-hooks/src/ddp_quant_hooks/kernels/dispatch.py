@@ -24,7 +24,7 @@ from ddp_quant_hooks.kernels.call import (
 from ddp_quant_hooks.kernels.cpu import LIBRARY_VARIABLE, CpuKernels, library_path
 from ddp_quant_hooks.kernels.cuda import CudaKernels
 from ddp_quant_hooks.kernels.layout import Layout
-from ddp_quant_hooks.kernels.low_rank import FactorCall, Matrix
+from ddp_quant_hooks.kernels.low_rank import FactorCall
 
 _log = logging.getLogger(__name__)
 
@@ -283,105 +283,15 @@ def _check_affine(
 # ---- matrices and their factors ----
 
 
-def multiply(matrix: Matrix, right: torch.Tensor, left: torch.Tensor) -> None:
-    """Write the products of a matrix and the columns of a right factor.
-
-    Args:
-        matrix: Rows x columns.
-        right: The factor; fp32, of shape (rank, columns).
-        left: The output; fp32, of shape (rank, rows).
-
-    Raises:
-        TypeError, ValueError: A tensor has another dtype, shape or device than the matrix asks for, or gaps.
-    """
-    run_on_factors([FactorCall.multiply(matrix, right, left)])
-
-
-def multiply_transposed(matrix: Matrix, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Write the products of a matrix, transposed, and the columns of a left factor.
-
-    Args:
-        matrix: Rows x columns.
-        left: The factor; fp32, of shape (rank, rows).
-        right: The output; fp32, of shape (rank, columns).
-
-    Raises:
-        TypeError, ValueError: As :func:`multiply`.
-    """
-    run_on_factors([FactorCall.multiply_transposed(matrix, left, right)])
-
-
-def restore(
-    matrix: Matrix,
-    left: torch.Tensor,
-    right: torch.Tensor,
-    mean_right: torch.Tensor,
-    new_residual: torch.Tensor,
-) -> None:
-    """Write the mean of all ranks' gradients in place of the own, and what this rank's factors leave.
-
-    Args:
-        matrix: Rows x columns; its values become ``left^T mean_right``.
-        left: The left factor of all ranks; fp32, of shape (rank, rows).
-        right: The right factor as this rank has contributed it; fp32, of shape (rank, columns).
-        mean_right: The mean of all ranks' right factors.
-        new_residual: The output for the matrix without ``left^T right``; bf16, without memory in common with
-            the matrix.
-
-    Raises:
-        TypeError, ValueError: As :func:`multiply`.
-    """
-    run_on_factors([FactorCall.restore(matrix, left, right, mean_right, new_residual)])
-    if not matrix.values.is_inference():  # which has no version
-        torch.autograd.graph.increment_version(matrix.values)  # autograd does not see compiled kernels
-
-
-def find_basis(mean: torch.Tensor, left: torch.Tensor, weights: torch.Tensor) -> None:
-    """Write an orthonormal basis of what a left factor's columns span, with rows that are more alike.
-
-    Rows are divided by the fourth roots of their mean squares first: with a few large rows, a low rank would
-    be spent on these. All of it depends on the factor alone, so ranks that have the same one get the same
-    bits. A column that depends on those before it becomes zero. From the first column with a NaN on, all are
-    NaN.
-
-    Args:
-        mean: The left factor of all ranks; fp32, of shape (rank, rows).
-        left: The output for the basis times the rows' scales; the same.
-        weights: The output for the basis divided by the rows' scales; the same.
-
-    Raises:
-        TypeError, ValueError: As :func:`multiply`.
-    """
-    run_on_factors([FactorCall.find_basis(mean, left, weights)])
-
-
-def follow(left: torch.Tensor, right: torch.Tensor, next_right: torch.Tensor) -> None:
-    """Write the right factor for the next step.
-
-    Columns of the matrix are divided by the fourth roots of their mean squares, as rows are: twice, once for
-    the matrix and once for the factor.
-
-    Args:
-        left: The left factor of all ranks; fp32, of shape (rank, rows).
-        right: The right factor of all ranks; fp32, of shape (rank, columns).
-        next_right: The output, each column times a power of two. A column of zeros becomes one of signs, as
-            it would stay zero for ever.
-
-    Raises:
-        TypeError, ValueError: As :func:`multiply`.
-    """
-    run_on_factors([FactorCall.follow(left, right, next_right)])
-
-
 def run_on_factors(calls: Sequence[FactorCall], *, check: bool = True) -> None:
-    """Do calls of the functions above one after another, all of them on one device.
+    """Do calls on matrices and factors one after another, all of them on one device.
 
     Args:
         calls: Perhaps none.
         check: As for :func:`encode_shards`; of many small matrices, checks take longer than products.
 
     Raises:
-        TypeError, ValueError: As :func:`multiply`.
+        TypeError, ValueError: A tensor has another dtype, shape or device than its call asks for, or gaps.
     """
     for call in calls if check else ():
         call.check()

@@ -60,7 +60,7 @@ _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class FactorCall(NamedTuple):
-    """A call of a kernel on a matrix and factors of it, or on factors alone; see :mod:`.dispatch`.
+    """A call of a kernel on a matrix and factors of it, or on factors alone.
 
     Attributes:
         kernel: Which one.
@@ -91,13 +91,25 @@ class FactorCall(NamedTuple):
 
     @classmethod
     def multiply(cls, matrix: Matrix, right: torch.Tensor, left: torch.Tensor) -> FactorCall:
-        """Return the call of :func:`ddp_quant_hooks.kernels.dispatch.multiply`."""
+        """Return the call that writes the products of a matrix and the columns of a right factor.
+
+        Args:
+            matrix: Rows x columns.
+            right: The factor; fp32, of shape (rank, columns).
+            left: The output; fp32, of shape (rank, rows).
+        """
         rows, columns = matrix.values.shape
         return cls("multiply", rows, columns, len(right), matrix, right=right, sums=left)
 
     @classmethod
     def multiply_transposed(cls, matrix: Matrix, left: torch.Tensor, right: torch.Tensor) -> FactorCall:
-        """Return the call of :func:`ddp_quant_hooks.kernels.dispatch.multiply_transposed`."""
+        """Return the call that writes the products of a matrix, transposed, and the columns of a left factor.
+
+        Args:
+            matrix: Rows x columns.
+            left: The factor; fp32, of shape (rank, rows).
+            right: The output; fp32, of shape (rank, columns).
+        """
         rows, columns = matrix.values.shape
         return cls("multiply_transposed", rows, columns, len(left), matrix, left=left, sums=right)
 
@@ -110,19 +122,51 @@ class FactorCall(NamedTuple):
         mean_right: torch.Tensor,
         new_residual: torch.Tensor,
     ) -> FactorCall:
-        """Return the call of :func:`ddp_quant_hooks.kernels.dispatch.restore`."""
+        """Return the call that writes the mean gradient in place of the own, and what is left of that.
+
+        Autograd is not told of it.
+
+        Args:
+            matrix: Rows x columns; its values become ``left^T mean_right``.
+            left: The left factor of all ranks; fp32, of shape (rank, rows).
+            right: The right factor as this rank has contributed it; fp32, of shape (rank, columns).
+            mean_right: The mean of all ranks' right factors.
+            new_residual: The output for what this rank's factors leave: the matrix without ``left^T right``;
+                bf16, without memory in common with the matrix.
+        """
         rows, columns = matrix.values.shape
         return cls("restore", rows, columns, len(left), matrix, new_residual, left, right, mean_right)
 
     @classmethod
     def find_basis(cls, mean: torch.Tensor, left: torch.Tensor, weights: torch.Tensor) -> FactorCall:
-        """Return the call of :func:`ddp_quant_hooks.kernels.dispatch.find_basis`."""
+        """Return the call that writes an orthonormal basis of a left factor's columns, with rows more alike.
+
+        Rows are divided by the fourth roots of their mean squares first: with a few large rows, a low rank
+        would be spent on these. All of it depends on the factor alone, so ranks that have the same one get
+        the same bits. A column that depends on those before it becomes zero. From the first column with a NaN
+        on, all are NaN.
+
+        Args:
+            mean: The left factor of all ranks; fp32, of shape (rank, rows).
+            left: The output for the basis times the rows' scales; the same.
+            weights: The output for the basis divided by the rows' scales; the same.
+        """
         rank, rows = mean.shape
         return cls("find_basis", rows, 0, rank, left=mean, sums=left, weights=weights)
 
     @classmethod
     def follow(cls, left: torch.Tensor, right: torch.Tensor, next_right: torch.Tensor) -> FactorCall:
-        """Return the call of :func:`ddp_quant_hooks.kernels.dispatch.follow`."""
+        """Return the call that writes the right factor for the next step.
+
+        Columns of the matrix are divided by the fourth roots of their mean squares, as rows are: twice, once
+        for the matrix and once for the factor.
+
+        Args:
+            left: The left factor of all ranks; fp32, of shape (rank, rows).
+            right: The right factor of all ranks; fp32, of shape (rank, columns).
+            next_right: The output, each column times a power of two. A column of zeros becomes one of signs,
+                as it would stay zero for ever.
+        """
         rank, rows = left.shape
         return cls("follow", rows, right.shape[1], rank, left=left, mean_right=right, sums=next_right)
 

@@ -304,4 +304,4 @@ class _Rest:
         if self._values:
             limits = torch.finfo(self._values[0].dtype)
             put_back(self._values, mean.clamp(limits.min, limits.max))  # a mean that was finite stays so
-            put_back(self._new_residuals, lost.to(torch.bfloat16))
+            put_back(self._new_residuals, lost)

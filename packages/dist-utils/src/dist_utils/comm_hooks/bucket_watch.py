@@ -81,16 +81,6 @@ class BucketWatch:
             self._passes = _passes_of(ddp)
             self._passes.watches.add(self)
 
-    @property
-    def paused(self) -> bool:
-        """Whether passes do not count, as those inside ``no_sync()``."""
-        return self._passes is not None and self in self._passes.paused
-
-    @paused.setter
-    def paused(self, paused: bool) -> None:
-        if self._passes is not None:
-            (self._passes.paused.add if paused else self._passes.paused.discard)(self)
-
     def bucket_came(self) -> None:
         """Note that DDP has handed over a bucket, so that all gradients so far are averaged.
 
@@ -102,7 +92,6 @@ class BucketWatch:
     def end(self) -> None:
         """Stop watching."""
         if self._passes is not None:
-            self.paused = False
             self._passes.watches.discard(self)
             self._passes = None
 
@@ -124,14 +113,12 @@ class _Passes:
         came: Whether a bucket has ever come.
         unaveraged: Names of parameters that got a gradient after the last bucket, by id.
         watches: For whom this looks.
-        paused: Those for which passes do not count now.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.came = False
         self.unaveraged: dict[int, str] = {}
         self.watches: set[BucketWatch] = set()
-        self.paused: set[BucketWatch] = set()
         self._nodes: dict[int, Any] = {}
         """Those that accumulate gradients, to which DDP listens, if it may take parameters for unused. Each
         keeps its parameter alive."""
@@ -191,11 +178,11 @@ class _Passes:
             self._refuse_outside(outside)
 
     def _listen_to(self, name: str, parameter: torch.Tensor, *, may_be_unused: bool) -> RemovableHandle:
-        ddp_of, paused, unaveraged, key = self._ddp, self.paused, self.unaveraged, id(parameter)
+        ddp_of, unaveraged, key = self._ddp, self.unaveraged, id(parameter)
 
         def got_gradient(_: torch.Tensor) -> None:
             ddp = ddp_of()
-            if ddp is not None and ddp.require_backward_grad_sync and not paused:  # outside of no_sync()
+            if ddp is not None and ddp.require_backward_grad_sync:  # outside of no_sync()
                 unaveraged[key] = name
 
         hook: Callable[[torch.Tensor], None] = got_gradient
@@ -239,14 +226,15 @@ class _Passes:
         ddp = self._ddp()
         if ddp is None:
             return {}
-        in_step = set(map(id, _parameters_of(optimizer)))
+        candidates = self.averaged if every else self.unaveraged.keys()
+        looked_at = candidates & set(map(id, _parameters_of(optimizer)))  # an unrelated optimizer has none
         found = {}
-        for name, parameter in ddp.module.named_parameters():
-            if id(parameter) not in (self.averaged if every else self.unaveraged):
+        for name, parameter in ddp.module.named_parameters() if looked_at else ():
+            if id(parameter) not in looked_at:
                 continue
             if parameter.grad is None or _is_zero(parameter.grad):
                 self.unaveraged.pop(id(parameter), None)  # it was not for a step
-            elif id(parameter) in in_step:
+            else:
                 found[id(parameter)] = name
         return found
 
