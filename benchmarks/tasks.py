@@ -283,7 +283,6 @@ MODELS = {
     "conv": Model(ConvolvedDigits, 1.5, 1, 0.1),
     "60M": Model(_large_text, 57.0, 20, 1.0, views=True),
     "7M by SGD": Model(_small_text_by_sgd, 7.3, 5, 0.2),
-    "7M, views": Model(_small_text, 7.3, 5, 0.2, views=True),
 }
 
 

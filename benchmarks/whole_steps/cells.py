@@ -75,7 +75,6 @@ CELLS = (
     Cell("7M", 2, "10gbit"),
     Cell("7M", 2, "0.2gbit"),
     Cell("7M", 2, "0.1gbit"),
-    Cell("7M, views", 2, "0.1gbit"),
     Cell("7M", 2, "0.01gbit"),
     Cell("MLP", 2, "1gbit"),
     Cell("60M", 2, "1gbit"),
