@@ -7,6 +7,7 @@ from torch.nn.functional import pad
 
 from ddp_quant_hooks import LowRankState, all_reduce
 from ddp_quant_hooks.fsdp import quantize_all_reduce
+from ddp_quant_hooks.lowrank.state import divide
 from dist_utils.testing import run_ranks, same_on_all_ranks
 
 pytestmark = needs_hooks
@@ -77,3 +78,32 @@ def test_a_module_of_several_matrices_loses_nothing_for_good():
         assert error < 0.1
         assert alike
         assert bytes_a_value < 0.4  # 0.625 in 4 bits
+
+
+def _left_for_others(rank):
+    """Return what two ranks go on with of three, and what the means of a module lack, by parameter."""
+    mesh = nodes_and_shards(1)
+    ours, native = (sharded(mesh["shard"], cut=(0, 1, 2)) for _ in range(2))
+    state = _state(mesh, residual_bits=1)
+    quantize_all_reduce(ours, state)
+    parameters = [*ours.layers.parameters(), ours.scale]  # in FSDP's order
+    missing = torch.zeros(sum(one.numel() for one in parameters))
+    for step in range(STEPS):
+        (of_root, *exact), (of_ours, *means) = _gradients(native, step), _gradients(ours, step)
+        mean = torch.cat([one.flatten() for one in (*exact, of_root)]) / 3
+        dist.all_reduce(mean)
+        missing += mean - torch.cat([one.flatten() for one in (*means, of_ours)])
+    gathered = state.gather_state_dict()
+    if rank != 0:
+        return None
+    left = torch.zeros_like(missing)
+    for part in divide(gathered["ranks"], 2):
+        for start, weight, values in part["keys"]["(model)"]["slots"]["own"]["pieces"]:
+            left[start : start + len(values)] += weight * values.float()
+    lengths = [one.numel() for one in parameters]
+    return [*zip(torch.split(left, lengths), torch.split(missing, lengths), strict=True)]
+
+
+def test_another_number_of_nodes_goes_on_with_what_each_parameter_lacks():
+    for left, missing in run_ranks(_left_for_others, 3, timeout=120)[0]:
+        assert (left - missing).norm() < 0.05 * missing.norm()  # roundings to bf16

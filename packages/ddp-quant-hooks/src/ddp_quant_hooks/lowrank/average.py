@@ -245,7 +245,7 @@ class LowRank(Average):
         slots = {
             "own": Slot((Span(0, count, 1.0 / group.size()),)),
             "factor": _factor_slot(arrangement, len(owners)),
-            "rest": _rest_slot(arrangement, len(owners), rest_plan),
+            "rest": _rest_slot(arrangement, rest_plan),
         }
         without_factors = Arrangement((), (Span(0, count),))
         ways = [
@@ -358,12 +358,10 @@ def _factor_slot(arrangement: Arrangement, owners: int) -> Slot:
     return Slot(spans, torch.float32, lengths, _fill)
 
 
-def _rest_slot(arrangement: Arrangement, owners: int, plan: Plan | None) -> Slot:
+def _rest_slot(arrangement: Arrangement, plan: Plan | None) -> Slot:
     """Return where the errors of means of rests are kept: of the matrices alone, one after another."""
-    lengths = [0] * owners
-    for part in arrangement.matrices:
-        lengths[part.owner] += len(part.span)
-    return Slot(() if plan is None else plan.slots.get("shard", ()), lengths=lengths)
+    spans = () if plan is None else plan.slots.get("shard", ())
+    return Slot(tuple(here for span in spans for here in arrangement.of_matrices(span)))
 
 
 def _fill(owner: int, right: torch.Tensor) -> None:

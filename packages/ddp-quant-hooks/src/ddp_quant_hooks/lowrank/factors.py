@@ -13,7 +13,7 @@ and columns made alike, and residuals of a rank's own factor.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -94,6 +94,15 @@ class Arrangement:
     def matrix_lengths(self) -> list[int]:
         """The number of values of each matrix."""
         return [len(one.span) for one in self.matrices]
+
+    def of_matrices(self, span: Span) -> Iterator[Span]:
+        """Yield where a part of all matrices, one after another, is in the bucket."""
+        before = 0
+        for whole in (one.span for one in self.matrices):
+            low, high = max(span.start - before, 0), min(span.stop - before, len(whole))
+            if low < high:
+                yield Span(whole.start + low, whole.start + high, span.weight)
+            before += len(whole)
 
     def in_sections(self) -> list[Arrangement]:
         """Return this in parts that send about the same, and not too little.
