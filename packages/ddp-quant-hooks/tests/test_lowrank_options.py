@@ -1,5 +1,6 @@
 """What a user may decide about low rank, and what happens between its steps, on real ranks."""
 
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -242,3 +243,22 @@ def _peer_dies(rank):
 
 def test_a_peer_that_dies_is_an_error_on_the_others_and_the_step_does_not_count():
     assert run_ranks(_peer_dies, 3, may_die={1}, group_timeout=patience(5.0)) == [2, None, 2]
+
+
+def _counts_on_one_rank(rank):
+    """Return whether ranks average alike again when the last step of the warm-up has failed on one of them."""
+    caller, steps = LowRankTensors(warm_up_steps=2), []
+    caller.mean(0)
+    caller.between.fails = rank == 1  # after its averages
+    with nullcontext() if rank == 0 else pytest.raises(ZeroDivisionError):
+        caller.mean(1)
+    caller.between.fails = False
+    steps.append(caller.state.state_dict()["steps"])
+    caller.state.close()
+    alike = same_on_all_ranks([caller.mean(2)])
+    steps.append(caller.state.state_dict()["steps"])
+    return alike, steps
+
+
+def test_ranks_that_have_counted_other_steps_agree_on_them_with_the_next_group():
+    assert run_ranks(_counts_on_one_rank, 2, group_timeout=patience(5.0)) == [(True, [2, 3]), (True, [1, 3])]

@@ -93,7 +93,7 @@ class AveragingState(FeedbackState):
         self.__init__(None, **arguments)  # type: ignore[misc] # as copy and pickle make objects
 
     def note(self) -> str:
-        """Return what joins this rank with the others of its host, and which these are if it was told.
+        """Return what joins this rank with others of its host, which these are if it was told, and its steps.
 
         For every type of device that the group serves: nobody knows yet where gradients will be.
         """
@@ -102,7 +102,7 @@ class AveragingState(FeedbackState):
             kind: link_inside_host(kind, on_host=runs_on_host(group, torch.device(kind)))
             for kind in device_types(group)
         }
-        return json.dumps([links, self._node()])
+        return json.dumps([links, self._node(), self.feedback.steps])
 
     def close(self) -> None:
         """End the thread and the private group, free the scratch memory; a later bucket makes new ones.
@@ -136,10 +136,11 @@ class AveragingState(FeedbackState):
         worker = self.worker
         if self._placed_by is worker:
             return
-        links, nodes = zip(*map(json.loads, worker.notes()), strict=True)
+        links, nodes, steps = zip(*map(json.loads, worker.notes()), strict=True)
         hosts = worker.hosts() if nodes[0] is None else _node_numbers(nodes)
-        logged_as = type(self).__name__ if worker.process_group.rank() == 0 else None
-        self.average.learn_hosts(hosts, links, logged_as)
+        rank = worker.process_group.rank()
+        self.average.learn_hosts(hosts, links, type(self).__name__ if rank == 0 else None)
+        self.feedback.skip_steps(max(steps) - steps[rank])
         self._placed_by = worker
 
     def _node(self) -> list[int] | None:

@@ -193,6 +193,10 @@ class Feedback:
         """The number of steps that count, including the last one."""
         return self._steps + (self._step is not None and self._step.counts)
 
+    def skip_steps(self, count: int) -> None:
+        """Count steps that have failed here, but counted on other ranks: averages may depend on the number."""
+        self._steps += count
+
     @property
     def step_is_open(self) -> bool:
         """Whether a step of plain tensors is open."""
