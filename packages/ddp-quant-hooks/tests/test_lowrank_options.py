@@ -246,7 +246,7 @@ def test_a_peer_that_dies_is_an_error_on_the_others_and_the_step_does_not_count(
 
 
 def _counts_on_one_rank(rank):
-    """Return whether ranks average alike again when the last step of the warm-up has failed on one of them."""
+    """Return whether ranks average alike after a last step of the warm-up that has failed on one of them."""
     caller, steps = LowRankTensors(warm_up_steps=2), []
     caller.mean(0)
     caller.between.fails = rank == 1  # after its averages

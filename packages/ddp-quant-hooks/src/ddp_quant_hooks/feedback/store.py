@@ -194,7 +194,7 @@ class Feedback:
         return self._steps + (self._step is not None and self._step.counts)
 
     def skip_steps(self, count: int) -> None:
-        """Count steps that have failed here, but counted on other ranks: averages may depend on the number."""
+        """Count steps that have failed here but counted on other ranks: averages may depend on how many."""
         self._steps += count
 
     @property
