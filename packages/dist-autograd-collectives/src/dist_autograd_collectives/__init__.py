@@ -58,4 +58,4 @@ __all__ = [
     "start",
 ]
 
-__version__ = "2.0.0"
+__version__ = "2.1.0"
