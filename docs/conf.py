@@ -20,12 +20,15 @@ extensions = [
     "sphinx.ext.napoleon",
     "api_fields",
     "code_host",
-    "long_names",
+    "line_breaks",
 ]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 html_theme = "furo"
+# The light style's dark counterpart; furo's own underlines modules and classes like links.
+pygments_dark_style = "github-dark"
+html_domain_indices = False  # The sidebar lists the packages.
 html_title = project
 repository = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["tool"][project][
     "repository"

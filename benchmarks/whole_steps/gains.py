@@ -38,7 +38,9 @@ def draw_gains(results: dict[str, Any], path: Path) -> None:
     figure, (axis,) = subplots([0.25 + sum(0.3 + 0.17 * len(of_cell) for of_cell in gains.values())], title)
     place = 0.0
     for name, of_cell in gains.items():
-        axis.text(1, place, _description(name), va="center", fontsize="small")
+        axis.annotate(
+            _description(name), (1, place), (3, 0), textcoords="offset points", va="center", fontsize="small"
+        )
         place += 1
         for side, gain in of_cell.items():
             middle, (low, high) = gain["median"], gain["quartiles"]
@@ -51,7 +53,7 @@ def draw_gains(results: dict[str, Any], path: Path) -> None:
         place += 0.6
     axis.axvline(1, color="0.3", linewidth=1)
     axis.set_xscale("log")
-    axis.set_xlim(0.9, 8 * max(gain["median"] for of_cell in gains.values() for gain in of_cell.values()))
+    axis.set_xlim(0.9, 10 * max(gain["median"] for of_cell in gains.values() for gain in of_cell.values()))
     axis.set_ylim(place - 0.6, -0.8)
     axis.set_yticks([])
     axis.set_xticks([1], ["1x: nothing is gained"])

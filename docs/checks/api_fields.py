@@ -2,7 +2,7 @@
 
 The docstring sections ``Raises`` and ``Returns`` and the docstrings of attributes take what stands before
 a colon for the name of an exception or a type. A sentence with a colon, or one that names no exception, is
-rendered as nonsense.
+rendered as nonsense; so is ``Returns`` where its later lines are indented.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from sphinx.util import logging
 EXCEPTIONS = re.compile(r"(\w+\.)*[A-Z]\w+(, (\w+\.)*[A-Z]\w+)*")
 PROSE = re.compile(r"[a-z] [a-z]|[A-Z]\w* [a-z]|\(")
 # Defaults whose representation is no expression: Sphinx cannot parse a signature that has one.
-DEFAULTS = {"<RedOpType.SUM: 0>": "ReduceOp.SUM", "<class 'dict'>": "dict"}
+DEFAULTS = {"<RedOpType.SUM: 0>": "ReduceOp.SUM", "<class 'dict'>": "dict", "<class 'str'>": "str"}
+MODULE = re.compile(r"(\w+\.)+(?=[A-Z])")
 PACKAGES = {path.name for path in Path(__file__).parents[2].glob("packages/*/src/*")}
 logger = logging.getLogger(__name__)
 
@@ -37,10 +38,20 @@ def check(_app: Sphinx, tree: nodes.document, _page: str) -> None:
             wrong = [text for text in _exceptions(field) if not EXCEPTIONS.fullmatch(text)]
         elif name in {"Type", "Return type"}:
             wrong = [text for text in [field[1].astext()] if PROSE.search(text)]
+        elif name == "Returns":
+            wrong = [term.astext() for term in field.findall(nodes.term)]
         else:
             continue
         for text in wrong:
-            logger.warning("%s: prose before a colon became a name: %r", name, text, location=field)
+            logger.warning("%s: prose became a name or a term: %r", name, text, location=field)
+
+
+def shorten(_app: Sphinx, tree: nodes.document, _page: str) -> None:
+    """Take the modules from the types of attributes, as they are taken from those of arguments."""
+    for field in tree.findall(nodes.field):
+        if field[0].astext() == "Type":
+            for text in list(field[1].findall(nodes.Text)):
+                text.parent.replace(text, nodes.Text(MODULE.sub("", text)))
 
 
 def clean(_app: Sphinx, _what: str, _name: str, _obj: object, _options: object, *shown: str | None) -> object:
@@ -63,8 +74,9 @@ def describe(_app: Sphinx, what: str, name: str, _obj: object, _options: object,
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Let Sphinx call :func:`clean`, :func:`describe` and, with every page, :func:`check`."""
+    """Let Sphinx call :func:`clean`, :func:`describe` and, with every page, :func:`check` and :func:`shorten`."""
     app.connect("autodoc-process-signature", clean)
     app.connect("autodoc-process-docstring", describe)
     app.connect("doctree-resolved", check)
+    app.connect("doctree-resolved", shorten)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -44,7 +44,8 @@ def _faults(outcomes: list[dict[str, Any]], skipped: dict[str, str]) -> str:
         of_row = [outcome for outcome in outcomes if outcome["fault"] in faults]
         seconds = sorted(second for outcome in of_row for second in outcome["seconds"])
         right = sum(outcome["verdict"] == "right" for outcome in of_row)
-        spread = f"{seconds[len(seconds) // 2]:.2f} / {seconds[-1]:.2f}" if seconds else "no error"
+        middle_and_last = [round(seconds[place], 2) + 0.0 for place in (len(seconds) // 2, -1) if seconds]
+        spread = " / ".join(f"{second:.2f}" for second in middle_and_last) or "no error"
         lines.append(f"| {', '.join(faults)} | {right}/{len(of_row)} | {spread} |")
     lines += [f"| {fault} | skipped: {why} | |" for fault, why in skipped.items()]
     return "\n".join(lines)
@@ -63,6 +64,6 @@ def _growth(found: list[dict[str, Any]]) -> str:
     grew = sum(outcome["verdict"] != "right" for outcome in ours)
     steps = max((outcome["count"] for outcome in ours), default=0)
     return ours and (
-        f"Of {len(ours)} long runs, of up to {steps:,} steps, {grew} needed ever more memory, descriptors, "
+        f"Of {len(ours)} long runs, of up to {steps:,} steps, {grew or 'none'} grew in memory, descriptors, "
         "threads or time."
     )

@@ -37,10 +37,10 @@ def fp16_compress_wrapper(hook: CommHook) -> CommHook:
 
     Returns:
         A hook that takes the state of ``hook`` as its first argument. Its result is the bucket's original
-            buffer, in the original dtype. At world size 1 ``hook`` gets the bucket unchanged; a sparse
-            bucket is always left to ``hook``. If the state is a process group, or has one as
-            ``process_group``, its ranks compare new buckets before they are cast; with ``None``, those of
-            WORLD do if ``hook`` is ours or PyTorch's.
+        buffer, in the original dtype. At world size 1 ``hook`` gets the bucket unchanged; a sparse bucket is
+        always left to ``hook``. If the state is a process group, or has one as ``process_group``, its ranks
+        compare new buckets before they are cast; with ``None``, those of WORLD do if ``hook`` is ours or
+        PyTorch's.
 
     Raises:
         TypeError: ``hook`` is not callable. The hook itself raises it if the bucket's dtype is not

@@ -169,6 +169,7 @@ def collective(function: Callable[P, Plan[T]]) -> Callable[P, T]:
     run.planner = planner  # type: ignore[attr-defined]
     result = str(planner.signature.return_annotation).removeprefix("Plan[").removesuffix("]")
     run.__signature__ = planner.signature.replace(return_annotation=result)  # type: ignore[attr-defined]
+    run.__annotations__ = {**function.__annotations__, "return": result}  # what typing.get_type_hints reads
     return run
 
 

@@ -61,7 +61,7 @@ def anchored(tensor: torch.Tensor) -> torch.Tensor:
 
     Returns:
         The tensor itself if it needs a gradient, or can have none because of its dtype; else a tensor that
-            needs one, with the same memory.
+        needs one, with the same memory.
 
     Raises:
         TypeError: ``tensor`` is not a dense tensor.

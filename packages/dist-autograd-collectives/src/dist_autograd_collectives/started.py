@@ -145,9 +145,9 @@ def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle
 
     Returns:
         A handle whose :meth:`Handle.wait` returns what ``function(*args, **kwargs)`` would. All ranks must
-            start, and wait for, the same collectives in the same order. It may be waited for several times,
-            also inside a checkpoint of either kind. What a dropped handle has sent and not received is waited
-            for by the group's next collective, never when the handle is freed.
+        start, and wait for, the same collectives in the same order. It may be waited for several times, also
+        inside a checkpoint of either kind. What a dropped handle has sent and not received is waited for by
+        the group's next collective, never when the handle is freed.
 
     Raises:
         TypeError: ``function`` is not a collective of this package; and what the function itself raises.

@@ -174,8 +174,9 @@ class HookState:
         ...     buffer = bucket.buffer()
         ...     try:
         ...         state.begin_bucket("my_hook", bucket)
-        ...         return state.worker.submit(lambda group: average(buffer, group), device=buffer.device)
-        ...     except Exception as error:  # raised here, it would leave DDP in the middle of a pass
+        ...         job = partial(average, buffer)  # of the group
+        ...         return state.worker.submit(job, device=buffer.device)
+        ...     except Exception as error:  # raised here, it would leave DDP in a pass
         ...         state.fail(error)
         ...         return failed_future(error, buffer)
     """

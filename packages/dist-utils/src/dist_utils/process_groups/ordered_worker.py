@@ -186,7 +186,8 @@ class OrderedWorker:
 
         Example:
             >>> def exchange(group):  # doctest: +SKIP
-            ...     works = start_messages(group, receives=[(1, theirs)], sends=[(1, own)], tag=number)
+            ...     sends, receives = [(1, own)], [(1, theirs)]
+            ...     works = start_messages(group, receives=receives, sends=sends, tag=number)
             ...     yield
             ...     for work in works:
             ...         work.wait()

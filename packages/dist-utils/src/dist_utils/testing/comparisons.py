@@ -28,7 +28,7 @@ def same_bits(left: Any, right: Any) -> bool:
             itself, such as a ``DTensor``.
 
     Example:
-        >>> same_bits({"a": torch.tensor([0.0, float("nan")])}, {"a": torch.tensor([0.0, float("nan")])})
+        >>> same_bits({"a": torch.tensor([float("nan")])}, {"a": torch.tensor([float("nan")])})
         True
         >>> same_bits(torch.tensor(0.0), torch.tensor(-0.0))
         False
