@@ -48,7 +48,7 @@ from ddp_quant_hooks import (
 from dist_utils.testing import same_on_all_ranks
 
 PLACEMENTS = ("0011", "0101", "001122", "00111", "00001111", "0000000011111111")
-RATES = ("100mbit", "500mbit", "1gbit")
+RATES = {"100mbit": "0.1 Gbit/s", "500mbit": "0.5 Gbit/s", "1gbit": "1 Gbit/s"}
 VALUES = 12 * 2**20 // 4
 CALLS = 3
 """Calls whose bytes are counted together."""
@@ -199,6 +199,11 @@ def all_times(options: Namespace) -> Iterator[Found]:
 
 
 COLORS = {PLAIN: GRAY, FLAT: VERMILION, INSIDE: GREEN, DEFAULT: BLUE}
+LABELS = {
+    "00001111": {PLAIN: PLAIN, FLAT: '"flat"', DEFAULT: DEFAULT},
+    "0000000011111111": {INSIDE: 'ring: "quantized"'},
+}
+"""Names in the picture: in rows of the first panel where other points leave room to the right."""
 
 
 def describe(placement: str) -> str:
@@ -228,24 +233,24 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     heights = [0.5 + 0.24 * len(rows) for rows in panels.values()]
     figure, axes = subplots(heights, "Averaging 12 MiB on hosts of several ranks (CPUs, Gloo, emulated)")
     for axis, (panel, rows) in zip(axes, panels.items(), strict=True):
-        for place, sides in enumerate(row["sides"] for row in rows.values()):
+        for place, (placement, row) in enumerate(rows.items()):
+            sides = row["sides"]
             if panel == "bytes" and PLAIN in sides:
                 axis.plot(sides[PLAIN]["limit"], place, "|", color="black", markersize=12)
-            for name in COLORS:
+            for name, color in COLORS.items():
                 if name in sides:
                     value = sides[name]["bytes_a_value" if panel == "bytes" else "median_ms"]
                     axis.plot(value, place, **marker(name))
+                    if axis is axes[0] and (label := LABELS.get(placement, {}).get(name)):
+                        look = {"color": color, "fontsize": "small", "va": "center"}
+                        axis.annotate(label, (value, place), (8, 0), textcoords="offset points", **look)
         axis.set_xlim(left=0)
         axis.grid(axis="x", color="0.9")
         axis.set_yticks(range(len(rows)), map(describe, rows))
         axis.set_ylim(len(rows) - 0.5, -0.5)
         axis.tick_params(axis="y", length=0)
-        text = "bytes a value on a host's link (bar: limit)" if panel == "bytes" else f"ms, {panel}"
-        axis.set_title(
-            text.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s"), loc="left", fontsize="small"
-        )
-    points = [axes[0].plot([], [], **marker(name))[0] for name in COLORS]
-    figure.legend(points, COLORS, loc="outside lower center", ncols=2, fontsize="small", frameon=False)
+        text = "bytes a value on a host's link (bar: limit)" if panel == "bytes" else f"ms, {RATES[panel]}"
+        axis.set_title(text, loc="left", fontsize="small")
     save(figure, path)
 
 
@@ -253,5 +258,5 @@ if __name__ == "__main__":
     benchmark = Benchmark(__file__, __doc__, repeats=15)
     add = benchmark.parser.add_argument
     add("--placements", nargs="+", default=PLACEMENTS, help="the host of each rank, as digits")
-    add("--rates", nargs="+", default=RATES, help="of each link, as for tc")
+    add("--rates", nargs="+", default=[*RATES], help="of each link, as for tc")
     benchmark.run({"bytes": all_bytes, "times": all_times}, facts={"bucket_values": VALUES}, draw=draw)

@@ -325,7 +325,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axis.grid(axis="x", color="0.9")
         axis.set_title(f"gradients: {kind}", loc="left", fontsize="small")
         axis.tick_params(axis="y", length=0)
-        axis.set_yticks(range(len(SHOWN)), [textwrap.fill(name.replace("pytorch", "PyTorch"), 26) for name in SHOWN])
+        axis.set_yticks(
+            range(len(SHOWN)), [textwrap.fill(name.replace("pytorch", "PyTorch"), 26) for name in SHOWN]
+        )
         axis.set_ylim(len(SHOWN) - 0.5, -0.9)
     save(figure, path)
 

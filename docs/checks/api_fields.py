@@ -74,7 +74,7 @@ def describe(_app: Sphinx, what: str, name: str, _obj: object, _options: object,
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Let Sphinx call :func:`clean`, :func:`describe` and, with every page, :func:`check` and :func:`shorten`."""
+    """Let Sphinx call these functions: for objects, and with every page."""
     app.connect("autodoc-process-signature", clean)
     app.connect("autodoc-process-docstring", describe)
     app.connect("doctree-resolved", check)

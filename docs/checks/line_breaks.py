@@ -17,7 +17,7 @@ PLACES = re.compile(r"(?<=[\w.\]][_/=(,])(?=\w)|(?<=[a-z)]\.)(?=[a-z_])")
 CAPITALS = re.compile(r"(?<=[a-z])(?=[A-Z])")
 WHOLE = re.compile(r"\b\d[\d.]*e-\d+|\b\d{4}-\d\d-\d\d\b")
 """Numbers and dates with a hyphen, behind which lines break."""
-UNIT = re.compile(r"\d[\d.,]* (?:(?:[GM]bit/s|[KMGT]i?B(?:/s)?|[mu]?s|bits?)\b|%)")
+UNIT = re.compile(r"\d[\d.,]* (?:(?:Gbit/s|[KMGT]i?B(?:/s)?|[mu]?s|bits?)\b|%)")
 
 
 def _broken(code: re.Match[str]) -> str:
