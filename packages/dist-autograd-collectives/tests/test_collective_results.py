@@ -2,6 +2,7 @@
 
 import gc
 import os
+import typing
 import weakref
 
 import pytest
@@ -302,3 +303,10 @@ def test_a_profiler_shows_the_function_that_was_called():
     for seen in run_ranks(_ranges, 2):
         assert seen[:3] == [f"all_reduce(SUM){order}" for order in sums]
         assert {"all_reduce(MAX)", "all_reduce(MAX):backward"} == {name for name in seen if "MAX" in name}
+
+
+def test_type_hints_name_what_a_call_returns():
+    returned = {
+        name: typing.get_type_hints(getattr(dac, name))["return"] for name in ("all_reduce", "gather")
+    }
+    assert returned == {"all_reduce": torch.Tensor, "gather": tuple[torch.Tensor, ...]}
