@@ -77,7 +77,7 @@ def show_table(seen: dict[str, Any]) -> None:
     print("\nExposed is what communication adds to a step; loss is of text that was not trained on.")
     print("What makes it so:")
     for name, way in ways.items():
-        print(f"  {name:<18}{way['code']}")
+        print(f"  {name:<18}" + way["code"].replace("\n", "\n" + " " * 20))
 
 
 def draw(title: str, seen: dict[str, Any], path: Path) -> None:

@@ -30,11 +30,13 @@ COMPUTE, HALF, QUANTIZED = "no communication", "16 bits", "8 bits"
 LOW_RANK, POWER = "low rank", "PowerSGD, rank 1"
 WAYS = {
     COMPUTE: "with ddp.no_sync():",
-    "plain DDP": "ddp = DistributedDataParallel(model)",
+    "plain DDP": "ddp = DistributedDataParallel(model, bucket_cap_mb=4)",
     HALF: "ddp.register_comm_hook(None, bf16_compress_hook)",
-    QUANTIZED: "ddp.register_comm_hook(QuantizedAllreduceState(), quantized_allreduce_hook)",
-    LOW_RANK: "ddp.register_comm_hook(LowRankState(), low_rank_hook)",
-    POWER: "ddp.register_comm_hook(PowerSGDState(None, 1), powerSGD_hook)",
+    QUANTIZED: "ddp.register_comm_hook(QuantizedAllreduceState().bind(ddp), quantized_allreduce_hook)",
+    LOW_RANK: "ddp = DistributedDataParallel(model, bucket_cap_mb=10_000)  # one bucket\n"
+    "ddp.register_comm_hook(LowRankState(warm_up_steps=3).bind(ddp), low_rank_hook)",
+    POWER: "ddp = DistributedDataParallel(model, bucket_cap_mb=10_000)\n"
+    "ddp.register_comm_hook(PowerSGDState(None, 1, start_powerSGD_iter=3), powerSGD_hook)",
 }
 """The variants, with the code of each for the reader."""
 WARM_UP = 3
@@ -59,9 +61,10 @@ class Training:
         if name == HALF:
             self.ddp.register_comm_hook(None, bf16_compress_hook)
         if name == QUANTIZED:
-            self.ddp.register_comm_hook(QuantizedAllreduceState(), quantized_allreduce_hook)
+            self.ddp.register_comm_hook(QuantizedAllreduceState().bind(self.ddp), quantized_allreduce_hook)
         if name == LOW_RANK:
-            self.ddp.register_comm_hook(LowRankState(warm_up_steps=WARM_UP), low_rank_hook)
+            state = LowRankState(warm_up_steps=WARM_UP).bind(self.ddp)
+            self.ddp.register_comm_hook(state, low_rank_hook)
         if name == POWER:
             power = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=WARM_UP)
             self.ddp.register_comm_hook(power, powerSGD_hook.powerSGD_hook)
@@ -95,7 +98,8 @@ def train(steps: int, seconds: float) -> dict[str, Any]:
     trainings = [Training(name, task) for name in WAYS]
     generator = torch.Generator().manual_seed(1)
     deadline = time.monotonic() + seconds
-    bar = tqdm(range(-WARM_UP, steps), disable=rank != 0, unit="step", desc=f"{len(WAYS)} models in turns")
+    title = f"{len(WAYS)} models in turns, at most {seconds:g} s"
+    bar = tqdm(range(-WARM_UP, steps), disable=rank != 0, unit="step", desc=title)
     for step in bar:
         chosen = task.draw(world_size * task.batch, generator).view(world_size, -1)[rank]
         for training in trainings if step % 2 else reversed(trainings):
