@@ -155,7 +155,7 @@ def _nothing_is_silently_exact(rank):
         []
         if rank
         else [
-            "quantize_all_gather: 2 ranks on 1 hosts gather parameters in 8 bits, each from all others",
+            "quantize_all_gather: 2 ranks on 1 host(s) gather parameters in 8 bits, each from all others",
             "module '(model)' is gathered in full precision: all of its parameters have one dimension",
         ]
     )

@@ -79,6 +79,14 @@ def test_options_of_a_model_belong_together(capsys):
     assert "--params and --step-seconds belong together" in capsys.readouterr().err
 
 
+def test_parameters_are_a_whole_number_also_in_powers_of_ten(capsys):
+    assert parse(["--params=7e6", "--step-seconds=0.2"]).params == 7_000_000
+    for text in ("7.5", "7M", "inf", "nan"):
+        with pytest.raises(SystemExit):
+            parse([f"--params={text}", "--step-seconds=0.2"])
+        assert f"--params: must be a whole number, got {text}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--timeout", "--budget"])
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
 def test_seconds_that_nothing_can_take_are_refused_before_anything_is_joined(option, seconds, capsys):

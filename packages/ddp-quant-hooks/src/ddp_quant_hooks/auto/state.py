@@ -301,7 +301,7 @@ class AutoState(HookState):
         """Return why some candidates are not tried, by name, as far as it is known before."""
         limit = math.inf if self.max_error is None else self.max_error
         return {
-            name: f"max_error {limit:.2g} is below {error:.2g}, which few bits can hardly have"
+            name: f"its error is hardly below {error:.2g}, and max_error is {limit:.2g}"
             for name, candidate in self.candidates.items()
             if (error := candidate.least_error) > limit
         }

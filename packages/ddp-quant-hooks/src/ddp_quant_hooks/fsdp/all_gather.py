@@ -356,7 +356,7 @@ def _describe(hosts: list[int], links: list[str], options: GatherOptions) -> str
         return "one rank alone has all shards: FSDP gathers nothing, and weights are exact"
     several, flat = len(set(hosts)), options.intra_node == "flat"
     how = "as differences in 4 bits" if options.differences else "in 8 bits"
-    where = f"{len(hosts)} ranks on {several} hosts gather parameters {how}"
+    where = f"{len(hosts)} ranks on {several} host(s) gather parameters {how}"
     if several == 1 and set(links) == {"NVLink"}:
         return f"{where}; NVLink joins them all: FSDP's own gathers are likely as fast"
     if flat or several in (1, len(hosts)):

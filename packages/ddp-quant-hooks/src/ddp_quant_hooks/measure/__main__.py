@@ -34,12 +34,24 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--timeout", type=_seconds, default=120.0, help="seconds to wait for other ranks; 120"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where rank 0 writes the report")
-    parser.add_argument("--params", type=int, help="number of a model's parameters, to estimate its steps")
+    parser.add_argument(
+        "--params", type=_whole_number, help="number of a model's parameters (7e6), to estimate its steps"
+    )
     parser.add_argument("--step-seconds", type=_seconds, help="of a step of that model without communication")
     options = parser.parse_args(arguments)
     if (options.params is None) != (options.step_seconds is None):
         parser.error("--params and --step-seconds belong together")
     return options
+
+
+def _whole_number(text: str) -> int:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not number.is_integer():
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text}")
+    return int(number)
 
 
 def _seconds(text: str) -> float:
