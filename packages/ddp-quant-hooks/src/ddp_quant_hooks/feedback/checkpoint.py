@@ -261,7 +261,7 @@ def _memory(rank: int, length: Any) -> torch.Tensor:
     """Return memory for a file of another rank."""
     if type(length) is not int or length <= 0:
         raise ValueError(f"rank {rank} announced residuals of {length!r:.200} bytes")
-    return torch.empty(length, dtype=torch.uint8)
+    return torch.empty(length, dtype=torch.uint8, device="cpu")  # not the default device
 
 
 def _transfer(group: dist.ProcessGroup, **messages: Any) -> None:

@@ -192,7 +192,7 @@ def _mean(slots: Sequence[Mapping[str, Any]], length: int, world_size: int) -> d
 
     Errors of means of rests are among them: other ranks compute other means.
     """
-    total = torch.zeros(length)
+    total = torch.zeros(length, dtype=torch.float32, device="cpu")  # not the default ones
     for of_rank in slots:
         for name in filter(of_rank.__contains__, ("own", "rest")):
             for start, weight, values in of_rank[name]["pieces"]:
