@@ -210,8 +210,9 @@ def permute(
 
 def _pairs(perm: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the pairs of ranks; raises if ``perm`` is anything else."""
-    label = "the ranks of a pair in perm"
-    pairs = [arguments.integers(label, pair) for pair in perm] if isinstance(perm, (list, tuple)) else None
-    if pairs is None or any(len(pair) != 2 for pair in pairs):
+    if not isinstance(perm, (list, tuple)) or not all(
+        isinstance(pair, Sequence) and len(pair) == 2 for pair in perm
+    ):
         raise TypeError(f"perm must be a list of pairs of ranks, got {perm!r}")
+    pairs = [arguments.integers("the ranks of a pair in perm", pair) for pair in perm]
     return [(source, destination) for source, destination in pairs]
