@@ -26,7 +26,7 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 html_theme = "furo"
-# The light style's dark counterpart; furo's own underlines modules and classes like links.
+# Furo's own underlines modules and classes like links.
 pygments_dark_style = "github-dark"
 html_domain_indices = False  # The sidebar lists the packages.
 html_title = project

@@ -11,7 +11,7 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-SHORT, LONG, LONGEST = 12, 20, 40
+SHORT, LONG, LONGEST = 12, 20, 36
 """Letters. Shorter names stay whole; only long ones break before a capital, and the longest also in text."""
 PLACES = re.compile(r"(?<=[\w.\]][_/=(,])(?=\w)|(?<=[a-z)]\.)(?=[a-z_])")
 CAPITALS = re.compile(r"(?<=[a-z])(?=[A-Z])")
