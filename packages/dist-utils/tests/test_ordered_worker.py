@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_utils import AgreementError, OrderedWorker
-from dist_utils.process_groups import jobs, ordered_worker
+from dist_utils.process_groups import jobs, ordered_worker, worker_thread
 from dist_utils.testing import patience, run_ranks
 from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL, default_store
 
@@ -547,6 +547,29 @@ def _keys_of_workers(rank):
 
 def test_workers_that_have_ended_leave_nothing_in_the_store():
     assert run_ranks(_keys_of_workers, 2) == [0, 0]
+
+
+def _requests_after_an_error(rank):
+    """Return how often closing has asked the store: a worker beside one that has failed, and a later one."""
+    asked = []
+    connect = worker_thread.store_connection
+    workers = [OrderedWorker(), OrderedWorker()]
+    for worker in workers:
+        worker.submit(_sum).wait()
+    worker_thread.store_connection = lambda: asked.append("closing") or connect()
+    failed, other = workers
+    failed.fail(RuntimeError("a peer is gone"))
+    failed.wait()
+    other.close()
+    beside = len(asked)
+    with OrderedWorker() as later:
+        later.submit(_sum).wait()
+        started = len(asked)
+    return beside, len(asked) - started
+
+
+def test_after_an_error_no_worker_of_the_group_waits_for_the_store_as_it_ends():
+    assert run_ranks(_requests_after_an_error, 2) == [(0, 1), (0, 1)]
 
 
 def _waits(rank):

@@ -328,7 +328,7 @@ class OrderedWorker:
         try:
             whole = self.process_group
             group = new_private_group(whole, f"{whole.group_name}/{self._name}/{name}")
-            thread = WorkerThread(group, self._name, self._failure)
+            thread = WorkerThread(whole, group, self._name, self._failure)
             del group  # its end is the thread's
             # At garbage collection and, as finalizers do, at interpreter exit.
             weakref.finalize(self, thread.stop)

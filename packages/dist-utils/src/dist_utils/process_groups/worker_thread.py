@@ -20,17 +20,26 @@ from dist_utils.process_groups.jobs import HOST, Job
 _STOP_SECONDS = 5.0
 """How long stopping waits for a job in progress. The thread is a daemon, so the interpreter can exit."""
 
+_out_of_reach: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""Groups of which a worker has failed, until the next one starts. A request to the store may wait for long,
+and so would who closes their other workers, as of a state with several candidates."""
+
 
 class WorkerThread:
     """The thread of an OrderedWorker, which it does not keep alive.
 
     Args:
+        served: The group that the worker was made for, which this does not keep alive.
         group: What the jobs use; destroyed when the thread ends.
         name: The name of the thread.
         failure: Gets the first error of a job. Once it has one, no later job runs.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str, failure: FirstError) -> None:
+    def __init__(
+        self, served: dist.ProcessGroup, group: dist.ProcessGroup, name: str, failure: FirstError
+    ) -> None:
+        self._served = weakref.ref(served)
+        _out_of_reach.discard(served)  # the ranks have just met in the store
         self._name = name
         self._address = f"{group.group_name}//cpu//0/{group.rank()}"
         self._failure = failure
@@ -93,7 +102,7 @@ class WorkerThread:
                 self._handle(job)
         self._finish_parts()
         self._destroy_group()
-        if self._failure.error is None:  # else the store may be out of reach, and a request waits for long
+        if self._failure.error is None and self._served() not in _out_of_reach:
             self._forget_address()
 
     def _next(self) -> Job[Any] | threading.Event | None:
@@ -127,6 +136,8 @@ class WorkerThread:
         if (error := job.run(self._group(), self._failure)) is not None:
             # Peers may wait in this job's collectives: closing our connections tells them.
             self._destroy_group()
+            if (served := self._served()) is not None:
+                _out_of_reach.add(served)
             job.fail(error)
         return job.paused
 
