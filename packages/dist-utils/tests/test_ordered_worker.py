@@ -559,7 +559,6 @@ def _requests_after_an_error(rank):
     worker_thread.store_connection = lambda: asked.append("closing") or connect()
     failed, other = workers
     failed.fail(RuntimeError("a peer is gone"))
-    failed.wait()
     other.close()
     beside = len(asked)
     with OrderedWorker() as later:

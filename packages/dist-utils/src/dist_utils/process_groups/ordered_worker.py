@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,7 +19,12 @@ from dist_utils.process_groups.agreement import KnownTerms, Verdict, compare
 from dist_utils.process_groups.errors import FirstError, drop_frames, same_error
 from dist_utils.process_groups.groups import GroupLike, group_behind, resolve_group, runs_on_host
 from dist_utils.process_groups.jobs import HOST, InsideJob, Job, PartedJob, Parts, SideStreams
-from dist_utils.process_groups.worker_thread import WorkerThread, await_connections, new_private_group
+from dist_utils.process_groups.worker_thread import (
+    WorkerThread,
+    await_connections,
+    new_private_group,
+    note_failure,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -88,7 +94,7 @@ class OrderedWorker:
         self._name = name
         self._terms, self._note = terms, note
         self._starting = threading.RLock()
-        self._failure = FirstError()
+        self._failure = FirstError(partial(note_failure, self._group))
         self._agreed: Verdict | None = None
         self._known = KnownTerms()
         self._thread: WorkerThread | None = None

@@ -20,9 +20,15 @@ from dist_utils.process_groups.jobs import HOST, Job
 _STOP_SECONDS = 5.0
 """How long stopping waits for a job in progress. The thread is a daemon, so the interpreter can exit."""
 
-_out_of_reach: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-"""Groups of which a worker has failed, until the next one starts. A request to the store may wait for long,
-and so would who closes their other workers, as of a state with several candidates."""
+_with_failed_worker: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""Groups of which a worker has failed, until the next one starts. The store may be out of reach: requests
+then wait for long, and so would who closes other workers, as of a state with several candidates."""
+
+
+def note_failure(served: weakref.ref[dist.ProcessGroup]) -> None:
+    """Let workers of this group make no more requests to the store as they end."""
+    if (group := served()) is not None:
+        _with_failed_worker.add(group)
 
 
 class WorkerThread:
@@ -39,7 +45,7 @@ class WorkerThread:
         self, served: dist.ProcessGroup, group: dist.ProcessGroup, name: str, failure: FirstError
     ) -> None:
         self._served = weakref.ref(served)
-        _out_of_reach.discard(served)  # the ranks have just met in the store
+        _with_failed_worker.discard(served)  # the ranks have just met in the store
         self._name = name
         self._address = f"{group.group_name}//cpu//0/{group.rank()}"
         self._failure = failure
@@ -102,7 +108,7 @@ class WorkerThread:
                 self._handle(job)
         self._finish_parts()
         self._destroy_group()
-        if self._failure.error is None and self._served() not in _out_of_reach:
+        if self._failure.error is None and self._served() not in _with_failed_worker:
             self._forget_address()
 
     def _next(self) -> Job[Any] | threading.Event | None:
@@ -136,8 +142,6 @@ class WorkerThread:
         if (error := job.run(self._group(), self._failure)) is not None:
             # Peers may wait in this job's collectives: closing our connections tells them.
             self._destroy_group()
-            if (served := self._served()) is not None:
-                _out_of_reach.add(served)
             job.fail(error)
         return job.paused
 
