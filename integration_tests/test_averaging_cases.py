@@ -22,9 +22,8 @@ ON_PAGE = [
 """What can be searched for on the page of errors."""
 
 
-def _run(program, kind):
+def _run(program, job):
     """Return what a program was told on this rank; nothing if it was told nothing."""
-    job = Job(kind)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -36,32 +35,31 @@ def _run(program, kind):
     )
 
 
-def _all_told(rank, kind, names):
+def _all(_, kind):
+    """Return what each program of both kinds was told."""
     torch.set_num_threads(1)
-    return {name: _run(TOLD[name][0], kind) for name in names}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_without_an_average_is_an_error_that_names_its_cause(kind):
-    for said in run_ranks(_all_told, 2, kind, list(TOLD), timeout=300):
-        for name, (_, words) in TOLD.items():
-            assert any(some in said[name] for some in words), f"{name}: {said[name]}"
-            assert any(part in said[name] for part in ON_PAGE), f"not on the page: {said[name]}"
-
-
-def _all_legal(rank, kind, names):
-    torch.set_num_threads(1)
-    found = {}
-    for name in names:
+    told = {name: _run(program, Job(kind)) for name, (program, _) in TOLD.items()}
+    legal = {}
+    for name, program in LEGAL.items():
         job = Job(kind)
-        said = _run(lambda _, name=name, job=job: LEGAL[name](job), kind)
-        if not said and hasattr(job, "net"):
+        legal[name] = _run(program, job)
+        if not legal[name] and hasattr(job, "net"):
             require_same_on_all_ranks(job.net)
-        found[name] = said
-    return found
+    return told, legal
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_program_that_averages_or_steps_alone_on_purpose_hears_nothing(kind):
-    for said in run_ranks(_all_legal, 2, kind, list(LEGAL), timeout=300):
-        assert {name: text for name, text in said.items() if text} == {}
+@pytest.fixture(scope="module", params=KINDS)
+def said(request):
+    return run_ranks(_all, 2, request.param, timeout=300)
+
+
+def test_a_step_without_an_average_is_an_error_that_names_its_cause(said):
+    for told, _ in said:
+        for name, (_, words) in TOLD.items():
+            assert any(some in told[name] for some in words), f"{name}: {told[name]}"
+            assert any(part in told[name] for part in ON_PAGE), f"not on the page: {told[name]}"
+
+
+def test_a_program_that_averages_or_steps_alone_on_purpose_hears_nothing(said):
+    for _, legal in said:
+        assert {name: text for name, text in legal.items() if text} == {}

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from pages import DOCS, PAGES, end_of, program, run, snippets
+from pages import DOCS, PAGES, run, run_program, snippets
 from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,8 +33,7 @@ PROGRAMS = [
 def test_programs_end_alike_on_all_ranks(text, tmp_path):
     assert "barrier()" in text
     (tmp_path / "example.py").write_text(text)
-    with program(tmp_path / "example.py", folder=tmp_path) as started:
-        output, _ = end_of(started)
+    output, _ = run_program(tmp_path / "example.py", folder=tmp_path)
     told = dict(re.findall(r"rank (\d): (-?[\d.]+)", output))
     assert sorted(told) == ["0", "1"]
     assert told["0"] == told["1"]

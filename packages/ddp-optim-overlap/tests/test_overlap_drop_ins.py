@@ -13,6 +13,7 @@ import overlap_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
+from overlap_loops import Loop
 from parity_cases import OPTIMIZERS
 from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
@@ -112,32 +113,42 @@ WAYS = {
 }
 
 
-@runs.cases({name: (*ways, bool(place % 2)) for place, (name, ways) in enumerate(WAYS.items())})
-def check_bits(step_inside, make, view):
-    ddp = runs.make_ddp(gradient_as_bucket_view=view)
-    step_inside(ddp)
-    for x in runs.batches(3):
-        ddp.zero_grad()
-        runs.backward(ddp, x)
-    other, optimizer, _ = runs.start(make, overlapped=False)
-    runs.train_on(other, optimizer, runs.batches(3))
-    runs.assert_same(runs.snapshot(ddp), runs.snapshot(other))
+class DropIn(Loop):
+    """A loop in which something else than an overlap steps in ``backward()``, if anything does."""
+
+    def overlap(self):
+        if self._options is not None:
+            self._options(self.ddp)
+
+    def step(self):
+        if self._options is None:
+            super().step()
 
 
-@runs.cases({name: WAYS[name] for name in ("hook_then_optimizer", "register_fused_optim", "in backward")})
-def check_a_rank_without_any_data(step_inside, make):
-    """It takes part in averages under join() though its model is never called."""
-    ddp = runs.make_ddp()
-    step_inside(ddp)
-    count = 3 * (dist.get_rank() == 0)
-    with ddp.join():
-        for x in runs.batches(3)[:count]:
-            ddp.zero_grad()
-            runs.backward(ddp, x)
-    other, optimizer, _ = runs.start(make, overlapped=False)
-    with other.join():
-        runs.train_on(other, optimizer, runs.batches(3)[:count])
-    runs.assert_same(runs.snapshot(ddp), runs.snapshot(other))
+THREE_STEPS = "overlap train train train"
+LOOPS = {
+    name: (THREE_STEPS, {"gradient_as_bucket_view": bool(n % 2)}, *WAYS[name]) for n, name in enumerate(WAYS)
+}
+LOOPS |= {
+    # It takes part in averages under join() though its model is never called.
+    f"{name}, a rank without any data": ("overlap join train_more end", {}, *WAYS[name])
+    for name in ("hook_then_optimizer", "register_fused_optim", "in backward")
+}
+LOOPS |= {
+    f"in backward, unused{name}": (words, {"find_unused_parameters": True}, *WAYS["in backward"])
+    for name, words in {
+        "": "overlap train train skip train use train",
+        ", no_sync": "overlap accumulate train accumulate train skip accumulate train use accumulate train",
+    }.items()
+}
+
+
+@runs.cases(LOOPS)
+def check_bits(words, options, step_inside, make):
+    found, ordinary = (DropIn(lambda ddp: [make(ddp)], inside, **options) for inside in (step_inside, None))
+    for loop in (found, ordinary):
+        loop.follow(words)
+    runs.assert_same(runs.snapshot(found.ddp), runs.snapshot(ordinary.ddp))
 
 
 @runs.cases({"step() is called": (True,), "not": (False,)})
@@ -266,26 +277,6 @@ def check_in_backward_wrapped(wrap, make_net, *, overlapped):
         apply_optimizer_in_backward(torch.optim.SGD, parameters, {"lr": 0.1})
     _pass_over(model, runs.batches(3), None if overlapped else optimizer)
     return runs.snapshot(net)
-
-
-@runs.cases({"no_sync": (True,), "each pass": (False,)})
-@runs.as_ordinary
-def check_in_backward_unused(accumulates, *, overlapped):
-    ddp = runs.make_ddp(find_unused_parameters=True)
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
-    optimizer = torch.optim.SGD(ddp.parameters(), **options)
-    if overlapped:
-        _in_backward(ddp, torch.optim.SGD, options)
-    for step, (first, second) in enumerate(zip(runs.batches(4), runs.batches(4, seed=1), strict=True)):
-        ddp.module.skipped = (1,) if step == 2 else ()
-        if accumulates:
-            with ddp.no_sync():
-                runs.backward(ddp, first)
-        runs.backward(ddp, second)
-        if not overlapped:
-            optimizer.step()
-        ddp.zero_grad()
-    return runs.snapshot(ddp)
 
 
 @runs.as_ordinary

@@ -1,10 +1,10 @@
 """What a loop may do around an overlapped step: each backward pass steps once, with the same bits."""
 
-import contextlib
 import copy
 import functools
 import gc
 import io
+import random
 import types
 import weakref
 
@@ -12,6 +12,8 @@ import overlap_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
+from overlap_loops import FOUR_STEPS, one_adamw, require_same, two_optimizers
+from parity_cases import UNUSED, VIEW
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_compress_hooks import allreduce_hook
@@ -22,6 +24,101 @@ from ddp_optim_overlap import (
     hook_then_optimizer,
     overlap_optimizer,
 )
+
+# Loops as words
+
+
+def _without_last(ddp):
+    return [torch.optim.AdamW([*ddp.module.conv.parameters(), *ddp.module.layers[:3].parameters()], lr=0.01)]
+
+
+def _fused(ddp):
+    return [torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9, fused=True)]
+
+
+BOTH = {**UNUSED, **VIEW}
+EPOCH = "overlap " + 2 * "zero backward left_out schedule " + "remove "
+USED_BY_ONE = "overlap " + 2 * "skip_on_rank_1 pause backward end use train "
+USED_BEFORE = "overlap " + 2 * "use pause backward end skip train "
+OTHER_PASSES = "overlap train pause backward keep zero end no_sync backward keep zero end backward keep step"
+LOOPS = {
+    "paused, removed, overlapped again": (
+        "overlap train pause backward end train remove remove train overlap train",
+    ),
+    "step() left out before pause": ("overlap backward left_out zero pause backward step end",),
+    "step() left out before no_sync": ("overlap backward left_out zero no_sync backward step end",),
+    "step() left out, and a look": ("overlap backward left_out look zero pause backward step end",),
+    "removed before step() of one of two optimizers": (
+        "overlap backward remove step zero overlap backward remove step_one zero train",
+        two_optimizers,
+    ),
+    "gradients of other passes": (OTHER_PASSES,),
+    "gradients of other passes, view": (OTHER_PASSES, one_adamw, VIEW),
+    "an overlap for each epoch, without step()": (2 * EPOCH,),
+    "adversarial inputs, pause": ("overlap " + 3 * "pause attack end zero train ",),
+    "adversarial inputs, autograd.grad": ("overlap " + 3 * "attack_by_grad zero train ",),
+    "closures after other passes": (
+        # The second empty one steps, with gradients that must be there.
+        f"overlap {2 * 'accumulate accumulate adding_closure zero '}"
+        + 3 * "zero backward empty_closure empty_closure ",
+        one_adamw,
+        {"releases": False},
+    ),
+    "closures of ordinary steps, pause": ("overlap closure pause closure end remove closure",),
+    "closures of ordinary steps, no_sync": ("overlap closure no_sync closure end remove closure",),
+    "layers unfrozen and added, groups changed": (
+        "overlap train train add_group train train swap_groups train",
+        _without_last,
+        {"releases": False, **UNUSED},
+    ),
+    "a frozen layer": (
+        "freeze overlap train unfreeze train train freeze train unfreeze look skip train",
+        one_adamw,
+        UNUSED,
+    ),
+    # Gradients from before count as use, unless they are dropped.
+    "begun with gradients": ("accumulate overlap skip train", one_adamw, UNUSED),
+    "begun with dropped gradients": ("backward step overlap zero skip train", one_adamw, UNUSED),
+    # What some ranks leave out in the paused pass, or in the next: its gradients are not used ones.
+    "paused, used by one rank": (USED_BY_ONE, one_adamw, BOTH),
+    "paused, used by one rank, zeros": (f"to_zeros {USED_BY_ONE}", one_adamw, BOTH),
+    "paused, used before only": (USED_BEFORE, one_adamw, UNUSED),
+    "paused, used before only, zeros": (f"to_zeros {USED_BEFORE}", one_adamw, BOTH),
+    # Fused SGD takes no list in which only some have momentum.
+    "momentum of some": ("skip train train overlap train train", _fused, UNUSED),
+    "static later": (f"skip {FOUR_STEPS.replace('overlap', 'overlap make_static')}",),
+}
+TURNS = (
+    "train",
+    "accumulate train",
+    "pause backward end train",
+    "pause backward step zero end",
+    "no_sync closure end zero",
+    "closure zero",
+    "pause attack end zero train",
+    "remove train overlap",
+    "look",
+    "skip",
+    "use",
+    "to_zeros",
+    "to_none",
+)
+"""What loops may consist of, in any order."""
+
+
+def _any_order(seed):
+    return " ".join(["overlap", *random.Random(seed).choices(TURNS, k=12), "train"])
+
+
+ANY_ORDER = {
+    f"any order, {seed}": (_any_order(seed), one_adamw, BOTH if seed % 2 else UNUSED) for seed in range(4)
+}
+
+
+@runs.cases({**LOOPS, **ANY_ORDER})
+def check_loop(words, make_optimizers=one_adamw, options=types.MappingProxyType({})):
+    require_same(words, make_optimizers, **options)
+
 
 # Calls of step()
 
@@ -103,96 +200,6 @@ def check_gradients_stay_the_same_objects(*, overlapped):
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
     return runs.ends(ddp, optimizer), kept
-
-
-@runs.cases({how: (how,) for how in ("pause", "autograd.grad")})
-@runs.as_ordinary
-def check_adversarial_inputs(how, *, overlapped):
-    """A backward pass only for the gradients of inputs, before the one that trains."""
-    ddp, optimizer, handle = runs.start(overlapped=overlapped)
-    for x in runs.batches(3):
-        x.requires_grad_()
-        if how == "pause":
-            with runs.paused(handle):
-                runs.backward(ddp, x)
-        else:
-            (x.grad,) = torch.autograd.grad(ddp(x).square().sum(), [x])
-        optimizer.zero_grad()
-        runs.backward(ddp, x.detach() + 0.1 * x.grad.sign())
-        optimizer.step()
-    return runs.ends(ddp, optimizer)
-
-
-@runs.as_ordinary
-def check_pause_and_remove(*, overlapped):
-    ddp, optimizer, handle = runs.start(overlapped=overlapped)
-    first, second, third, fourth, fifth = runs.batches(5)
-    runs.train_on(ddp, optimizer, [first])
-    with runs.paused(handle):
-        runs.backward(ddp, second)  # averages twice, steps once
-    runs.train_on(ddp, optimizer, [third])
-    if handle is not None:
-        handle.remove()
-        handle.remove()
-    runs.train_on(ddp, optimizer, [fourth])
-    with overlap_optimizer(ddp, optimizer) if overlapped else contextlib.nullcontext() as handle:
-        runs.backward(ddp, fifth)
-        if handle is not None:
-            runs.assert_stepped(handle)
-        optimizer.step()
-    return runs.ends(ddp, optimizer)
-
-
-@runs.cases({how: (how,) for how in ("pause", "no_sync", "autograd.grad")})
-@runs.as_ordinary
-def check_ordinary_steps(how, *, overlapped):
-    """After a loop without step(); torch.autograd.grad is not a backward pass."""
-    ddp, optimizer, handle = runs.start(overlapped=overlapped)
-    first, second = runs.batches(2)
-    runs.backward(ddp, first)
-    if not overlapped:
-        optimizer.step()
-    if how == "autograd.grad":
-        torch.autograd.grad(ddp.module(first).sum(), list(ddp.module.parameters()))
-    optimizer.zero_grad()
-    with ddp.no_sync() if how == "no_sync" else runs.paused(handle):
-        runs.backward(ddp, second)
-        optimizer.step()
-    return runs.ends(ddp, optimizer)
-
-
-@runs.as_ordinary
-def check_removed_before_step(*, overlapped):
-    """The call of one of two optimizers is left out, which is no matter after remove()."""
-    ddp = runs.make_ddp()
-    one, other = runs.adamw(ddp.module.conv), runs.adamw(ddp.module.layers)
-    first, second, third = runs.batches(3)
-    for x in (first, second):
-        with overlap_optimizer(ddp, [one, other]) if overlapped else contextlib.nullcontext():
-            runs.backward(ddp, x)
-        one.step()
-        if x is first or not overlapped:
-            other.step()
-        ddp.zero_grad()
-    runs.backward(ddp, third)
-    _step(one, other)
-    return runs.ends(ddp, one, other)
-
-
-@runs.as_ordinary
-def check_an_overlap_for_each_epoch_without_step(*, overlapped):
-    ddp = runs.make_ddp()
-    optimizer = runs.adamw(ddp)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    for _ in range(2):
-        with overlap_optimizer(ddp, optimizer) if overlapped else contextlib.nullcontext():
-            for x in runs.batches(2):
-                optimizer.zero_grad()
-                runs.backward(ddp, x)
-                if not overlapped:
-                    optimizer.step()
-                scheduler.step()
-    return runs.ends(ddp, optimizer)
 
 
 def check_overlapped_again_before_step():
@@ -304,45 +311,6 @@ def check_closure(make, name, options, *, overlapped):
     return runs.ends(ddp, optimizer), losses, len(calls)
 
 
-@runs.as_ordinary
-def check_closures_after_other_passes(*, overlapped):
-    """Other passes accumulate before the closure's; a step with an empty closure, as trainers call it."""
-    ddp, optimizer, _ = runs.start(overlapped=overlapped)
-    calls, data = [], iter(runs.batches(9))
-
-    def closure():
-        calls.append(1)
-        runs.backward(ddp, next(data))
-
-    for _ in range(2):
-        for _ in range(2):
-            with ddp.no_sync():
-                runs.backward(ddp, next(data))
-        optimizer.step(closure)
-        optimizer.zero_grad()
-    for x in data:
-        optimizer.zero_grad()
-        runs.backward(ddp, x)
-        calls += [optimizer.step(lambda: None), optimizer.step(lambda: 2.0)]  # the second one steps
-    return runs.ends(ddp, optimizer), calls
-
-
-@runs.cases({how: (how,) for how in ("pause", "no_sync")})
-@runs.as_ordinary
-def check_closure_of_an_ordinary_step(how, *, overlapped):
-    """Under pause(), after remove() and in no_sync() the closure runs once and the step is ordinary."""
-    ddp, optimizer, handle = runs.start(overlapped=overlapped)
-    calls = []
-    first, second, third = runs.batches(3)
-    optimizer.step(_closure(ddp, optimizer, first, calls))
-    with ddp.no_sync() if how == "no_sync" else runs.paused(handle):
-        optimizer.step(_closure(ddp, optimizer, second, calls))
-    if handle is not None:
-        handle.remove()
-    optimizer.step(_closure(ddp, optimizer, third, calls))
-    return runs.ends(ddp, optimizer), calls
-
-
 def check_closure_that_fails():
     """An error of the closure itself is raised; an error of its backward pass keeps its type."""
     ddp, optimizer, _ = runs.start()
@@ -361,107 +329,6 @@ def check_closure_that_fails():
         optimizer.step(_closure(ddp, optimizer, runs.batches(1)[0], calls))
     dist.barrier()
     runs.assert_same(calls, [1, 1])
-
-
-# Parameters that come, go, rest or are unused
-
-
-@runs.as_ordinary
-def check_added_group(*, overlapped):
-    """Layers that are unfrozen and added during training, and parameters that change their groups."""
-    ddp = runs.make_ddp(find_unused_parameters=True)
-    layers = ddp.module.layers
-    optimizer = torch.optim.AdamW([*ddp.module.conv.parameters(), *layers[:3].parameters()], lr=0.01)
-    if overlapped:
-        overlap_optimizer(ddp, optimizer)
-    for step, x in enumerate(runs.batches(5)):
-        if step == 2:
-            optimizer.add_param_group({"params": list(layers[3].parameters()), "lr": 0.1})
-        if step == 4:
-            one, other = optimizer.param_groups
-            one["params"], other["params"] = other["params"], one["params"]
-        runs.train_on(ddp, optimizer, [x])
-        ddp.zero_grad()
-    return runs.ends(ddp, optimizer)
-
-
-@runs.as_ordinary
-def check_frozen_layers(*, overlapped):
-    """A layer that is frozen at first, and one that is used only by torch.autograd.grad."""
-    ddp = runs.make_ddp(find_unused_parameters=True)
-    optimizer = runs.adamw(ddp)
-    layer = ddp.module.layers[1].requires_grad_(False)
-    if overlapped:
-        overlap_optimizer(ddp, optimizer)
-    for step, x in enumerate(runs.batches(5)):
-        layer.requires_grad_(step in (1, 2))
-        if step == 4:
-            layer.requires_grad_(True)
-            torch.autograd.grad(ddp.module(x).sum(), list(ddp.module.parameters()))
-            ddp.module.skipped = (1,)
-        runs.train_on(ddp, optimizer, [x])
-    return runs.ends(ddp, optimizer)
-
-
-@runs.cases({"accumulated": (True,), "dropped": (False,)})
-@runs.as_ordinary
-def check_begun_with_gradients(accumulates, *, overlapped):
-    """A layer that is not used any more: gradients from before count as use, unless they are dropped."""
-    ddp, optimizer, _ = runs.start(overlapped=False, find_unused_parameters=True)
-    first, second = runs.batches(2)
-    with ddp.no_sync() if accumulates else contextlib.nullcontext():
-        runs.backward(ddp, first)
-    if not accumulates:
-        optimizer.step()
-    if overlapped:
-        overlap_optimizer(ddp, optimizer)
-    if not accumulates:
-        optimizer.zero_grad()
-    ddp.module.skipped = (1,)
-    return runs.train_on(ddp, optimizer, [second])
-
-
-@runs.cases(
-    {
-        "used by one rank": ((1,), (), {"gradient_as_bucket_view": True}, True),
-        "used by one rank, zeros": ((1,), (), {"gradient_as_bucket_view": True}, False),
-        "used before only": ((), (0, 1), {}, True),
-        "used before only, view, zeros": ((), (0, 1), {"gradient_as_bucket_view": True}, False),
-    }
-)
-@runs.as_ordinary
-def check_accumulation_in_pause(first_skips, second_skips, options, set_to_none, *, overlapped):
-    """Some ranks leave a layer out in the paused pass, or in the next: its gradients are not used ones."""
-    ddp, optimizer, handle = runs.start(overlapped=overlapped, find_unused_parameters=True, **options)
-    data = runs.batches(4)
-    for first, second in zip(data[::2], data[1::2], strict=True):
-        ddp.module.skipped = (1,) if dist.get_rank() in first_skips else ()
-        with runs.paused(handle):
-            runs.backward(ddp, first)
-        ddp.module.skipped = (1,) if dist.get_rank() in second_skips else ()
-        runs.backward(ddp, second)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=set_to_none)
-    return runs.ends(ddp, optimizer)
-
-
-def _fused(ddp):
-    return torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9, fused=True)
-
-
-@runs.cases({"momentum of some": (_fused, False), "static later": (runs.adamw, True)})
-@runs.as_ordinary
-def check_layers_that_are_never_used(make, static, *, overlapped):
-    """Fused SGD takes no list in which only some have momentum; a graph may be made static after the call."""
-    ddp, optimizer, _ = runs.start(make, overlapped=False, find_unused_parameters=not static)
-    ddp.module.skipped = (1, 2)
-    for step, x in enumerate(runs.batches(4)):
-        if overlapped and step == (0 if static else 2):
-            overlap_optimizer(ddp, optimizer)
-        if static and step == 0:
-            ddp._set_static_graph()
-        runs.train_on(ddp, optimizer, [x])
-    return runs.ends(ddp, optimizer)
 
 
 @runs.cases({"skip": ("skip", [0, 1, 2, 3, 6, 7, 8, 9]), "step": ("step", runs.EVERY)})

@@ -7,13 +7,8 @@ import overlap_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
-from parity_cases import (  # noqa: F401 - checks are found by name
-    check_mode,
-    check_optimizer,
-    rare_optimizer,
-    require_same,
-    two,
-)
+from overlap_loops import FOUR_STEPS, require_same, two_optimizers
+from parity_cases import UNUSED, check_mode, check_optimizer, rare_optimizer  # noqa: F401 - found by name
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -64,7 +59,7 @@ HOOKS = {
 @runs.cases({name: (hook, bool(place % 2)) for place, (name, hook) in enumerate(HOOKS.items())})
 def check_hook(hook, view):
     """The value of the hook's future is the gradient that is stepped with."""
-    require_same(two, hook=hook, gradient_as_bucket_view=view)
+    require_same(FOUR_STEPS, two_optimizers, hook=hook, gradient_as_bucket_view=view)
 
 
 # Models
@@ -221,7 +216,7 @@ def _muon(ddp):
 
 
 THREE = {
-    "gradients in buckets": (two, {"gradient_as_bucket_view": True}),
+    "gradients in buckets": (two_optimizers, {"gradient_as_bucket_view": True}),
     "tensor lr": (lambda ddp: [torch.optim.SGD(ddp.parameters(), lr=torch.tensor(0.1), foreach=True)], {}),
 }
 if hasattr(torch.optim, "Muon"):
@@ -230,7 +225,7 @@ if hasattr(torch.optim, "Muon"):
 
 @runs.cases(THREE)
 def three_ranks_as_ordinary(make, options):
-    require_same(make, **options)
+    require_same(FOUR_STEPS, make, **options)
 
 
 def _of(state, bucket):
@@ -245,9 +240,9 @@ def three_ranks_of_which_two_train():
     mesh, group = DeviceMesh("cpu", [0, 1]), dist.new_group([0, 1])
     if dist.get_rank() == 2:
         return
-    require_same(two, process_group=group)
-    unused = {"find_unused_parameters": True, "skip": lambda step: (1,) if step % 2 else ()}
-    require_same(two, process_group=group, **unused)
+    require_same(FOUR_STEPS, two_optimizers, process_group=group)
+    by_turns = "overlap train skip train use train skip train"
+    require_same(by_turns, two_optimizers, process_group=group, **UNUSED)
 
     def run(kind, *, overlapped):
         ddp = runs.make_ddp(process_group=group)
@@ -264,7 +259,7 @@ def three_ranks_of_which_two_train():
 def three_ranks_that_divide():
     """DDP then divides by three, instead of multiplying with a third."""
     if "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters:
-        require_same(two, batched_grad_copy=True)
+        require_same(FOUR_STEPS, two_optimizers, batched_grad_copy=True)
 
 
 def three_ranks_state_without_a_group_is_of_world():

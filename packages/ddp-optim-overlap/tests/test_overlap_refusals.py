@@ -10,6 +10,7 @@ import overlap_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
+from overlap_loops import Loop, one_adamw
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import allreduce_hook
@@ -403,6 +404,10 @@ def check_arguments_and_closures_that_come_too_late():
         def step(self, closure=None, *, flag=None):
             return super().step(closure)
 
+    def again():
+        ddp.zero_grad()
+        runs.backward(ddp, runs.batches(1)[0])
+
     ran = []
     options = {"steps_per_parameter": True}
     ddp, optimizer, handle = runs.start(lambda ddp: TakesMore(ddp.parameters(), lr=0.1), options=options)
@@ -413,7 +418,7 @@ def check_arguments_and_closures_that_come_too_late():
     with handle.pause(), pytest.raises(ConfigError, match="closure would come too late"):
         optimizer.step(lambda: ran.append(1))
     with pytest.raises(ConfigError, match=r"step\(closure\)"):  # its pass would step again
-        optimizer.step(lambda: _pass(ddp, runs.batches(1)[0]))
+        optimizer.step(again)
     runs.assert_same((ran, runs.snapshot(ddp)), ([], after))
 
 
@@ -437,79 +442,73 @@ def check_steps_that_are_not_replaced():
     runs.assert_same(runs.changed(ddp, after), runs.EVERY)
 
 
-# Refused by backward(): what comes before it, around it, the error and its words; nothing moves
+# Refused in the last word of a loop, by backward() unless it makes no pass: nothing moves
 
 
-def _used(ddp, optimizer, _, *, zeros=False):
-    if zeros:
-        runs.backward(ddp, runs.batches(1)[0])
-        optimizer.zero_grad(set_to_none=False)
-    runs.backward(ddp, runs.batches(1)[0])
+class BadLoop(Loop):
+    """A loop with more words, which notes the parameters before each pass."""
 
+    def backward(self):
+        self.before = runs.snapshot(self.ddp)
+        super().backward()
 
-def _used_and_clipped(ddp, *_):
-    runs.backward(ddp, runs.batches(1)[0])
-    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+    def clip(self):
+        torch.nn.utils.clip_grad_norm_(self.ddp.parameters(), 1e-3)
 
+    def keep_one(self):
+        """The gradient of a parameter that is not the first to get one in the next pass."""
+        for name, parameter in self.ddp.module.named_parameters():
+            parameter.grad = parameter.grad.mul_(0.5) if name == "layers.2.bias" else None
+        self.ddp.module.skipped = (3,)
 
-def _one_is_left(ddp, optimizer, _):
-    """Of a parameter that is not the first to get a gradient in the next pass."""
-    runs.backward(ddp, runs.batches(1)[0])
-    optimizer.step()
-    for name, parameter in ddp.module.named_parameters():
-        parameter.grad = parameter.grad.mul_(0.5) if name == "layers.2.bias" else None
-    ddp.module.skipped = (3,)
+    def set_one(self):
+        self.layers[1].weight.grad = torch.ones(64, 64)
 
+    def drop_group(self):
+        del self.optimizers[0].param_groups[0]
 
-def _left_the_optimizer(ddp, optimizer, _):
-    runs.train_on(ddp, optimizer, runs.batches(1))
-    runs.backward(ddp, runs.batches(1)[0])
-    optimizer.step()
-    del optimizer.param_groups[0]
-    optimizer.zero_grad()
+    def zero_the_rest(self):
+        self.optimizers[0].zero_grad()
 
+    def add_foreign(self):
+        _add_group(self.ddp, self.optimizers[0])
 
-def _post_hook(ddp, optimizer, _):
-    runs.backward(ddp, runs.batches(1)[0])
-    optimizer.register_step_post_hook(lambda *_: None)
-    optimizer.zero_grad()
+    def pre_hook(self):
+        _pre_hook(self.optimizers[0])
 
+    def post_hook(self):
+        self.optimizers[0].register_step_post_hook(lambda *_: None)
 
-def _added_foreign(ddp, optimizer, _):
-    runs.train_on(ddp, optimizer, runs.batches(1))
-    _add_group(ddp, optimizer)
+    def load_differentiable(self):
+        self._load(differentiable=True)
 
+    def load_coupled(self):
+        self._load(eps=(None, 1e-3))
 
-def _unfrozen(ddp, optimizer, _):
-    runs.train_on(ddp, optimizer, runs.batches(1))
-    ddp.module.layers[1].requires_grad_(True)
-
-
-def _gradient_by_hand(ddp, optimizer, _):
-    runs.train_on(ddp, optimizer, runs.batches(1))
-    ddp.module.layers[1].weight.grad = torch.ones(64, 64)
-
-
-def _left_out_step(ddp, optimizer, _):
-    runs.train_on(ddp, optimizer, runs.batches(1))
-    runs.backward(ddp, runs.batches(1)[0])
-    optimizer.zero_grad()
-
-
-def _loads(**options):
-    """Load a state dict with other options than those that were accepted."""
-
-    def before(ddp, optimizer, _):
-        runs.train_on(ddp, optimizer, runs.batches(1))
-        loaded = copy.deepcopy(optimizer.state_dict())
+    def _load(self, **options):
+        """Load a state dict with other options than those that were accepted."""
+        loaded = copy.deepcopy(self.optimizers[0].state_dict())
         loaded["param_groups"][0].update(options)
-        optimizer.load_state_dict(loaded)
+        self.optimizers[0].load_state_dict(loaded)
 
-    return before
+    def lay_out_columns_first(self):
+        for parameter in self.ddp.parameters():
+            parameter.data = parameter.data.transpose(0, -1).contiguous().transpose(0, -1)
+
+    def step_first(self):
+        self.optimizers[0].step()
+
+    def two_passes_in_closure(self):
+        def run():
+            self.backward()
+            self.zero()
+            self.backward()
+
+        self.optimizers[0].step(run)
 
 
-def _adafactor(ddp):
-    return torch.optim.Adafactor(ddp.parameters(), eps=(1e-7, 1e-3))
+def _pre_hook(optimizer):
+    optimizer.register_step_pre_hook(lambda *_: None)
 
 
 def _two_dtypes():
@@ -518,90 +517,115 @@ def _two_dtypes():
     return net
 
 
-def _columns_first(ddp, optimizer, _):
-    runs.train_on(ddp, optimizer, runs.batches(1))
-    for parameter in ddp.parameters():
-        parameter.data = parameter.data.transpose(0, -1).contiguous().transpose(0, -1)
-
-
-def _no_longer_owned(ddp, optimizer, _):
-    runs.train_on(ddp, optimizer, runs.batches(1))
-    del optimizer.param_groups[0]
-
-
 def _frozen_layer():
     net = runs.Net()
     net.layers[1].requires_grad_(False)
     return net
 
 
+def _adafactor(ddp):
+    return [torch.optim.Adafactor(ddp.parameters(), eps=(1e-7, 1e-3))]
+
+
 def _two_groups(ddp):
     parts = ddp.module.conv, ddp.module.layers
-    return torch.optim.SGD([{"params": list(part.parameters())} for part in parts], lr=0.1)
+    return [torch.optim.SGD([{"params": list(part.parameters())} for part in parts], lr=0.1)]
 
 
-def _of(before, kind, words, *, make=runs.adamw, around="", net=None, options=None, **ddp_options):
-    return before, kind, words, make, around, net, options, ddp_options
+def _halves(ddp):
+    return [torch.optim.SGD(list(ddp.parameters())[part::2], lr=0.1) for part in range(2)]
 
 
-IN_BACKWARD = {
-    "again": _of(_used, DoubleBackwardError, "zero_grad"),
-    "again, view": _of(
-        partial(_used, zeros=True), DoubleBackwardError, "zero_grad", gradient_as_bucket_view=True
+def _in_loop(words, kind, text, *, make=one_adamw, overlap=None, **options):
+    return words, kind, text, make, overlap or {}, options
+
+
+IN_LOOPS = {
+    "again": _in_loop("overlap backward backward", DoubleBackwardError, "zero_grad"),
+    "again, view": _in_loop(
+        "overlap to_zeros backward zero backward backward",
+        DoubleBackwardError,
+        "zero_grad",
+        gradient_as_bucket_view=True,
     ),
-    "again in no_sync": _of(_used, DoubleBackwardError, "zero_grad", around="no_sync"),
-    "again in pause": _of(_used, DoubleBackwardError, "zero_grad", around="pause"),
-    "again after clipping": _of(_used_and_clipped, DoubleBackwardError, "zero_grad"),
-    "one is left": _of(_one_is_left, DoubleBackwardError, "zero_grad", find_unused_parameters=True),
-    "of a parameter that has left": _of(
-        _left_the_optimizer, DoubleBackwardError, r"zero_grad\(\) of the model", make=_two_groups
+    "again in no_sync": _in_loop("overlap backward no_sync backward", DoubleBackwardError, "zero_grad"),
+    "again in pause": _in_loop("overlap backward pause backward", DoubleBackwardError, "zero_grad"),
+    "again after clipping": _in_loop("overlap backward clip backward", DoubleBackwardError, "zero_grad"),
+    "one is left": _in_loop(
+        "overlap backward step keep_one backward",
+        DoubleBackwardError,
+        "zero_grad",
+        find_unused_parameters=True,
     ),
-    "pre-hook": _of(lambda _, optimizer, __: _pre_hook(optimizer), ConfigError, "pre-hook"),
-    "post-hook without step()": _of(_post_hook, ConfigError, "AdamW has a step post-hook"),
-    "step() left out": _of(_left_out_step, ConfigError, "was not called"),
-    "added": _of(_added_foreign, ConfigError, "model averages"),
-    "unfrozen": _of(_unfrozen, ConfigError, "model averages", net=_frozen_layer),
-    "a gradient by hand": _of(_gradient_by_hand, ConfigError, "model averages", net=_frozen_layer),
-    "layout": _of(_columns_first, ConfigError, "layout"),
-    "loaded": _of(_loads(differentiable=True), UnsupportedOptimizerError, "differentiable=True"),
-    "loaded, coupled": _of(
-        _loads(eps=(None, 1e-3)),
+    "of a parameter that has left": _in_loop(
+        "overlap train backward step drop_group zero_the_rest backward",
+        DoubleBackwardError,
+        r"zero_grad\(\) of the model",
+        make=_two_groups,
+    ),
+    "pre-hook": _in_loop("overlap pre_hook backward", ConfigError, "pre-hook"),
+    "post-hook without step()": _in_loop(
+        "overlap backward post_hook zero backward", ConfigError, "AdamW has a step post-hook"
+    ),
+    "added": _in_loop("overlap train add_foreign backward", ConfigError, "model averages"),
+    "unfrozen": _in_loop(
+        "overlap train unfreeze backward", ConfigError, "model averages", make_net=_frozen_layer
+    ),
+    "a gradient by hand": _in_loop(
+        "overlap train set_one backward", ConfigError, "model averages", make_net=_frozen_layer
+    ),
+    "layout": _in_loop("overlap train lay_out_columns_first backward", ConfigError, "layout"),
+    "loaded": _in_loop(
+        "overlap train load_differentiable backward", UnsupportedOptimizerError, "differentiable=True"
+    ),
+    "loaded, coupled": _in_loop(
+        "overlap train load_coupled backward",
         UnsupportedOptimizerError,
         "first parameter of a group",
         make=_adafactor,
-        net=_two_dtypes,
+        make_net=_two_dtypes,
         find_unused_parameters=True,
     ),
-    "released, not stepped": _of(
-        _no_longer_owned,
+    "released, not stepped": _in_loop(
+        "overlap train drop_group backward",
         ConfigError,
         "release_gradients",
         make=_two_groups,
-        options={"release_gradients": True},
+        overlap={"release_gradients": True},
     ),
+    # Not every backward pass is a step.
+    "step() left out": _in_loop("overlap train backward zero backward", ConfigError, "was not called"),
+    "optimizers take turns": _in_loop(
+        "overlap backward step_first zero backward", ConfigError, "was not called", make=_halves
+    ),
+    "two passes in a closure": _in_loop("overlap two_passes_in_closure", ConfigError, "was not called"),
 }
 
 
-def _pre_hook(optimizer):
-    optimizer.register_step_pre_hook(lambda *_: None)
-
-
-@runs.cases(IN_BACKWARD)
-def check_backward(before, kind, words, make, around, net, options, ddp_options):
-    ddp, optimizer, handle = runs.start(make, net=net and net(), options=options, **ddp_options)
-    before(ddp, optimizer, handle)
-    after = runs.snapshot(ddp)
-    around = {"no_sync": ddp.no_sync, "pause": handle.pause}.get(around, contextlib.nullcontext)
-    with around(), pytest.raises(RuntimeError, match=words) as caught:
-        runs.backward(ddp, runs.batches(2)[1])
+@runs.cases(IN_LOOPS)
+def check_loop(words, kind, text, make, overlap, options):
+    loop = BadLoop(make, overlap, **options)
+    before, _, last = words.rpartition(" ")
+    loop.follow(before)
+    with pytest.raises(RuntimeError, match=text) as caught:
+        loop.follow(last)
+    loop.end()
     if kind is DoubleBackwardError:
         assert type(caught.value) is DoubleBackwardError, repr(caught.value)
     else:
-        for call in (optimizer.step, handle.wait):
-            with pytest.raises(kind, match=words) as caught:
+        for call in (loop.step, loop.handle.wait):
+            with pytest.raises(kind, match=text) as caught:
                 call()
             assert caught.value.report.stepped == (), caught.value
-    runs.assert_same(runs.snapshot(ddp), after)
+    runs.assert_same(runs.snapshot(loop.ddp), loop.before)
+
+
+def check_an_ordinary_step_after_one_that_was_left_out():
+    """As after a loss that is not finite."""
+    loop = Loop(one_adamw, {})
+    loop.follow("overlap train backward zero accumulate")
+    with pytest.raises(ConfigError, match="was not called"):
+        loop.step()
 
 
 def check_static_later_with_two_dtypes():
@@ -644,64 +668,6 @@ def check_incomplete_backward():
     with pytest.raises(StepError, match="find_unused_parameters") as caught:
         optimizer.step()
     runs.assert_same(caught.value.report.stepped, ())
-
-
-# Loops in which not every backward pass is a step
-
-
-def _pass(ddp, x):
-    for parameter in ddp.parameters():
-        parameter.grad = None
-    runs.backward(ddp, x)
-
-
-def _sharpness_aware(ddp, optimizer, data):
-    _pass(ddp, next(data))
-    _pass(ddp, next(data))
-    optimizer.step()
-
-
-def _takes_turns(ddp, optimizers, data):
-    for optimizer in optimizers:
-        _pass(ddp, next(data))
-        optimizer.step()
-    _pass(ddp, next(data))
-
-
-def _two_passes_in_closure(ddp, optimizer, data):
-    optimizer.step(lambda: [_pass(ddp, next(data)) for _ in range(2)])
-
-
-def _ordinary_after_a_left_out_step(ddp, optimizer, data):
-    _pass(ddp, next(data))
-    optimizer.step()
-    _pass(ddp, next(data))  # and no step, as after a loss that is not finite
-    with ddp.no_sync():
-        _pass(ddp, next(data))
-    optimizer.step()
-
-
-def _halves(ddp):
-    return [torch.optim.SGD(list(ddp.parameters())[part::2], lr=0.1) for part in range(2)]
-
-
-LOOPS = {
-    "sharpness-aware": (_sharpness_aware, "was not called", runs.adamw),
-    "takes turns": (_takes_turns, "was not called", _halves),
-    "two passes in a closure": (_two_passes_in_closure, "was not called", runs.adamw),
-    "an ordinary step after one that was left out": (
-        _ordinary_after_a_left_out_step,
-        "was not called",
-        runs.adamw,
-    ),
-}
-
-
-@runs.cases(LOOPS)
-def check_loop(loop, words, make):
-    ddp, optimizers, _ = runs.start(make)
-    with pytest.raises((ConfigError, RuntimeError), match=words):
-        loop(ddp, optimizers, iter(runs.batches(8)))
 
 
 check = runs.on_ranks(__name__, 1, timeout=120)  # every rank refuses by itself

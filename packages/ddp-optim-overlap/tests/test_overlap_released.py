@@ -11,7 +11,8 @@ import overlap_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
-from parity_cases import MODES, train, two
+from overlap_loops import one_adamw, run, run_released, two_optimizers
+from parity_cases import MODES
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from ddp_compress_hooks import allreduce_hook
@@ -24,31 +25,8 @@ from ddp_optim_overlap import (
 from dist_utils.testing import patience, run_ranks
 from dist_utils.torch_compat import after_backward
 
-NONE = [None] * 10
 RELEASED = {"release_gradients": True}
 linux_only = pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="no pages are given back here")
-
-
-@runs.cases({"no view": (False,), "view": (True,)})
-def check_gradients_that_are_left(view):
-    """None after a pass that steps; other passes keep theirs."""
-    ddp, optimizer, handle = runs.start(options=RELEASED, gradient_as_bucket_view=view)
-    for x in runs.batches(3):
-        runs.backward(ddp, x)
-        runs.assert_same(runs.gradients(ddp), NONE)
-        optimizer.step()
-    plain = runs.make_ddp(gradient_as_bucket_view=view)
-    plain.load_state_dict(ddp.state_dict())
-    for around in (ddp.no_sync, handle.pause):
-        with around():
-            runs.backward(ddp, runs.batches(1)[0])
-        with plain.no_sync() if around == ddp.no_sync else handle.pause():
-            runs.backward(plain, runs.batches(1)[0])
-        runs.assert_same(runs.gradients(ddp), runs.gradients(plain))
-        ddp.zero_grad()
-        plain.zero_grad()
-    runs.backward(ddp, runs.batches(1)[0])
-    runs.assert_same(runs.gradients(ddp), NONE)
 
 
 class LooksAtTheEnd:
@@ -110,21 +88,11 @@ def another_tensor(_: object, bucket: dist.GradBucket) -> torch.futures.Future[t
 )
 def check_as_an_overlap_that_keeps_gradients(options):
     """With paused passes between others, and a second overlap after the first."""
-
-    def run(released):
-        ddp, optimizer, handle = runs.start(options={**options(), "release_gradients": released})
-        for number, x in enumerate(runs.batches(5)):
-            if number == 2:
-                handle.remove()
-            if number == 3:
-                handle = overlap_optimizer(ddp, optimizer, **options(), release_gradients=released)
-            if number == 4:
-                with handle.pause():
-                    runs.backward(ddp, x)
-            found = runs.train_on(ddp, optimizer, [x])
-        return found
-
-    runs.assert_same(run(released=True), run(released=False))
+    words = "overlap train train remove train overlap train pause backward end train"
+    kept, released = (
+        run(words, one_adamw, {**options(), "release_gradients": releases}) for releases in (False, True)
+    )
+    runs.assert_same({**released, "gradients": kept["gradients"]}, kept)
 
 
 SIZES = []
@@ -180,16 +148,10 @@ def check_large_buckets_in_parts(options, sizes):
 OF_STORAGES = ("plain", "no_sync", "join", "tied", "schedule and resume")
 
 
-def _train_with_storages(arguments):
+@runs.cases({name: MODES[name] for name in OF_STORAGES})
+def check_storages(words, options):
     with runs.locked_memory():
-        return train(two, RELEASED, **arguments)
-
-
-@runs.cases({name: (MODES[name],) for name in OF_STORAGES})
-def check_storages(arguments):
-    ordinary = train(two, **arguments)
-    nothing = [[None] * len(step) for step in ordinary["gradients"]]
-    runs.assert_same(_train_with_storages(arguments), {**ordinary, "gradients": nothing})
+        runs.assert_same(*run_released(words, two_optimizers, {}, **options))
 
 
 @runs.cases(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import dist_autograd_collectives as dac
 from dist_autograd_collectives import participation
 from dist_utils import TensorMismatchError
-from dist_utils.testing import run_ranks
+from dist_utils.testing import patience, run_ranks
 
 X = torch.ones(4, 2)
 LIST = [torch.ones(2)] * 2
@@ -220,6 +220,6 @@ def _left_alone(rank):
 
 
 def test_a_comparison_of_splits_that_fails_is_a_collective_error():
-    (kind, text), (left, _) = run_ranks(_left_alone, 2, group_timeout=30)
+    (kind, text), (left, _) = run_ranks(_left_alone, 2, group_timeout=patience(3.0))
     assert (kind, left) == (dac.CollectiveError, TensorMismatchError)
     assert "the comparison of calls failed on rank 0 of 2 in the group of all_to_all_single" in text
