@@ -154,12 +154,15 @@ class Loop:
             optimizer.step()
 
     def closure(self):
-        def run():
-            assert torch.is_grad_enabled()
-            self.zero()
-            return self._loss()
+        self.results.append(self.optimizers[0].step(self._pass_of_trainer))
 
-        self.results.append(self.optimizers[0].step(run))
+    def closure_by_name(self):
+        self.results.append(self.optimizers[0].step(closure=self._pass_of_trainer))
+
+    def _pass_of_trainer(self):
+        assert torch.is_grad_enabled()
+        self.zero()
+        return self._loss()
 
     def adding_closure(self):
         self.results.append(self.optimizers[0].step(self._loss))

@@ -1,22 +1,16 @@
-"""Clipping inside the overlapped step: by value, or by a policy of the user's own."""
+"""Clipping inside the overlapped step: by value, or by a policy of the user's own.
+
+A policy that raises is in test_overlap_failures.py.
+"""
 
 import itertools
-import time
 
 import overlap_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_optim_overlap import (
-    ByValue,
-    ClipPolicy,
-    CommunicationError,
-    StepError,
-    overlap_optimizer,
-)
-from dist_utils.testing import patience
-from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
+from ddp_optim_overlap import ByValue, ClipPolicy, overlap_optimizer
 
 pytestmark = pytest.mark.short
 
@@ -88,46 +82,6 @@ def check_gradients_of_other_optimizers(*, overlapped):
         rest.step()
         ddp.zero_grad()
     return runs.snapshot(ddp)
-
-
-class Refuses(Halves):
-    """A policy that raises on some ranks, once it has clipped two steps."""
-
-    def __init__(self, *ranks):
-        self.ranks, self.raises = ranks, False
-
-    def clip(self, parameters):
-        if self.raises and dist.get_rank() in self.ranks:
-            raise ValueError("no limit is known yet")
-        super().clip(parameters)
-
-
-@runs.cases({"on all ranks": ((0, 1),), "on one rank": ((0,),)} if GROUPS_END_WITHOUT_GIL else {})
-def check_a_policy_that_raises(ranks):
-    """Every rank raises, soon and with a type, and after remove() the model trains on."""
-    policy = Refuses(*ranks)
-    ddp, optimizer, handle = runs.start(options={"clip": policy})
-    data = runs.batches(3)
-    runs.train_on(ddp, optimizer, data[:2])
-    policy.raises, began = True, time.monotonic()
-    if dist.get_rank() in ranks:
-        before = runs.snapshot(ddp)
-        with pytest.raises(StepError, match=r"ValueError.*no limit is known yet") as caught:
-            runs.backward(ddp, data[2])
-        assert isinstance(caught.value.__cause__, ValueError)
-        with pytest.raises(StepError, match=r"ValueError.*no limit is known yet"):
-            optimizer.step()
-        runs.assert_same(runs.snapshot(ddp), before)
-    else:
-        runs.backward(ddp, data[2])
-        with pytest.raises(CommunicationError, match="another rank failed"):
-            handle.wait()
-    assert time.monotonic() - began < patience(20)
-    handle.remove()
-    ddp.zero_grad()
-    for one in itertools.chain(ddp.parameters(), ddp.buffers()):
-        dist.broadcast(one.detach(), 0)
-    runs.train_on(ddp, optimizer, data)
 
 
 check = runs.on_ranks(__name__, timeout=60)

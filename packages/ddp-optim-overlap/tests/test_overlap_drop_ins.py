@@ -151,27 +151,27 @@ def check_bits(words, options, step_inside, make):
     runs.assert_same(runs.snapshot(found.ddp), runs.snapshot(ordinary.ddp))
 
 
-@runs.cases({"step() is called": (True,), "not": (False,)})
-@runs.as_ordinary
-def check_step_left_in_the_loop(call_step, *, overlapped):
+class WithHook(Loop):
+    """A loop whose hook steps."""
+
+    def overlap(self):
+        if self._options is not None:
+            _hook(self.ddp, self.optimizers[0])
+
+
+@runs.cases({"step() is called": ("closure",), "not": ("zero backward left_out",)})
+def check_step_left_in_the_loop(words):
     """It finds nothing left to do, also with a closure, and a scheduler does not warn without it."""
-    ddp = runs.make_ddp()
-    optimizer = runs.sgd(ddp)
-    if overlapped:
-        _hook(ddp, optimizer)
+    found, ordinary = (WithHook(one_sgd, overlap, scheduled=True) for overlap in ({}, None))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        for x in runs.batches(3):
-            optimizer.zero_grad()
-            if call_step:
-                optimizer.step(lambda x=x: runs.backward(ddp, x))
-            else:
-                runs.backward(ddp, x)
-                if not overlapped:
-                    optimizer.step()
-            scheduler.step()
-    return runs.ends(ddp, optimizer)
+        for loop in (found, ordinary):
+            loop.follow("overlap" + 3 * f" {words} schedule")
+    runs.assert_same(found.outcome(), ordinary.outcome())
+
+
+def one_sgd(ddp):
+    return [runs.sgd(ddp)]
 
 
 @runs.cases({name: WAYS[name][:1] for name in ("hook_then_optimizer", "in backward", "register_fused_optim")})

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_optim_overlap import (
+    ClipPolicy,
     CommunicationError,
     ConfigError,
     DoubleBackwardError,
@@ -36,6 +37,17 @@ GROUP_TIMEOUT = 40.0
 
 def momentum(ddp, kind=torch.optim.SGD):
     return kind(ddp.parameters(), lr=0.1, momentum=0.9)
+
+
+class Refuses(ClipPolicy):
+    """Clips nothing, and fails for a chosen parameter, perhaps late."""
+
+    victim, seconds = None, 0.0
+
+    def clip(self, parameters):
+        if any(one is self.victim for one in parameters):
+            time.sleep(self.seconds)
+            raise ValueError("not today")
 
 
 class CallingNet(runs.Net):
@@ -57,11 +69,14 @@ class Job:
 
     Attributes:
         fails: How its hook fails from now on, in the second bucket.
+        policy: Clips nothing.
     """
 
     def __init__(self, net=runs.Net, kind=runs.Failing, *, released=False, **ddp_options):
         self.fails, self._in_bucket, self._averages = None, {}, []
+        self.policy = Refuses()
         options = {"comm_hook": self._hook, "steps_per_parameter": True, "release_gradients": released}
+        options["clip"] = self.policy
         self.ddp, self.optimizer, self.handle = runs.start(
             lambda ddp: momentum(ddp, kind), net=net(), options=options, **ddp_options
         )
@@ -182,6 +197,10 @@ def _victim(job):
     job.optimizer.victim = job.ddp.module.layers[1].weight
 
 
+def _policy(job):
+    job.policy.victim = job.ddp.module.layers[1].weight
+
+
 def _pre_hook(job):
     job.undo = job.optimizer.register_step_pre_hook(lambda *_: None).remove
 
@@ -199,7 +218,13 @@ def _late_change(job):
     job.optimizer.zero_grad()
 
 
-BROKEN = ((_victim, "not today"), (_pre_hook, "pre-hook"), (_fails, "not today"), (_late_change, "lr of"))
+BROKEN = (
+    (_victim, "not today"),
+    (_policy, "ValueError.*not today"),
+    (_pre_hook, "pre-hook"),
+    (_fails, "not today"),
+    (_late_change, "lr of"),
+)
 
 
 @runs.cases(
@@ -226,7 +251,7 @@ def check_an_error_stays_until_remove(how, words, again):
                 call()
         optimizer.zero_grad()
     job.undo()
-    optimizer.victim = job.fails = None
+    optimizer.victim = job.policy.victim = job.fails = None
     job.handle.remove()
     optimizer.step()
     runs.assert_same(runs.changed(ddp, after), [])
@@ -417,21 +442,23 @@ def test_a_rank_that_refuses_late_and_lives_on_is_an_error_on_every_rank():
     runs.assert_same(run_ranks(_refuses_and_lives_on, 2, timeout=60, group_timeout=600), [[], []])
 
 
-def _recover(rank, released, seconds, **ddp_options):
-    """One rank's step fails, perhaps late; both go on until each has seen an error, and begin anew.
+def _recover(rank, released, seconds, *, clip=None, **ddp_options):
+    """One rank's step or policy fails, perhaps late; both go on until each has seen an error, and begin anew.
 
     Without an agreement on the fate of a pass, one rank has then started an average that its peer has not,
     and all later ones are those of different passes.
     """
     options = {"comm_hook": allreduce_hook, "steps_per_parameter": True, "release_gradients": released}
+    options["clip"] = clip
     ddp, optimizer, handle = runs.start(momentum_failing, options=options, **ddp_options)
     plain, other, _ = runs.start(momentum, overlapped=False, **ddp_options)
     plain.register_comm_hook(None, allreduce_hook)
     data = iter(runs.batches(9))
     runs.train_on(ddp, optimizer, [next(data), next(data)])
     saved = copy.deepcopy((ddp.module.state_dict(), optimizer.state_dict()))
+    fails = clip or optimizer
     if rank == 0:
-        optimizer.victim, optimizer.seconds = ddp.module.layers[1].weight, seconds
+        fails.victim, fails.seconds = ddp.module.layers[1].weight, seconds
     failed_in = []
     for number in range(2):
         before = runs.snapshot(ddp)
@@ -448,7 +475,7 @@ def _recover(rank, released, seconds, **ddp_options):
                 runs.assert_same([runs.gradients(ddp)[place] for place in moved], [None] * len(moved))
     assert failed_in in ([0, 1], [1]), failed_in
     handle.remove()
-    optimizer.victim = None
+    fails.victim = None
     told = torch.tensor([rank + 7])
     dist.broadcast(told, 0)
     runs.assert_same(told.item(), 7)
@@ -467,6 +494,7 @@ def _recovers(rank):
         _recover(rank, released=False, seconds=0.5),
         _recover(rank, released=True, seconds=0.0),
         _recover(rank, released=True, seconds=0.0, gradient_as_bucket_view=True),
+        _recover(rank, released=False, seconds=0.5, clip=Refuses()),
     ]
 
 

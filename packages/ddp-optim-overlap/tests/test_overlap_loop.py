@@ -12,7 +12,7 @@ import overlap_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_loops import FOUR_STEPS, one_adamw, require_same, two_optimizers
+from overlap_loops import FOUR_STEPS, Loop, one_adamw, require_same, two_optimizers
 from parity_cases import UNUSED, VIEW
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -64,6 +64,9 @@ LOOPS = {
         one_adamw,
         {"releases": False},
     ),
+    "closures": ("overlap" + 5 * " closure schedule",),
+    "closures by name, view": ("overlap" + 5 * " closure_by_name schedule", one_adamw, VIEW),
+    "closures, unused": ("overlap" + 5 * " closure schedule", one_adamw, UNUSED),
     "closures of ordinary steps, pause": ("overlap closure pause closure end remove closure",),
     "closures of ordinary steps, no_sync": ("overlap closure no_sync closure end remove closure",),
     "layers unfrozen and added, groups changed": (
@@ -270,65 +273,25 @@ def check_a_compiled_end_of_the_loop(*, overlapped):
     return runs.ends(ddp, optimizer)
 
 
-# Closures
-
-
-def _closure(ddp, optimizer, x, calls):
-    """Return a trainer's closure."""
-
-    def closure():
-        assert torch.is_grad_enabled()
-        calls.append(1)
-        loss = ddp(x).square().sum()
-        optimizer.zero_grad()
-        loss.backward()
-        return loss.detach()
-
-    return closure
-
-
-def _momentum(ddp):
-    return torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-
-
-@runs.cases(
-    {
-        "positional": (runs.adamw, "", {}),
-        "by name": (_momentum, "closure", {"gradient_as_bucket_view": True}),
-        "unused": (runs.adamw, "", {"find_unused_parameters": True}),
-    }
-)
-@runs.as_ordinary
-def check_closure(make, name, options, *, overlapped):
-    """Train as a trainer with automatic optimization does, with a scheduler."""
-    ddp, optimizer, _ = runs.start(make, overlapped=overlapped, **options)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    losses, calls = [], []
-    for x in runs.batches(5):
-        closure = _closure(ddp, optimizer, x, calls)
-        losses.append(optimizer.step(**{name: closure}) if name else optimizer.step(closure))
-        scheduler.step()
-    return runs.ends(ddp, optimizer), losses, len(calls)
-
-
 def check_closure_that_fails():
     """An error of the closure itself is raised; an error of its backward pass keeps its type."""
-    ddp, optimizer, _ = runs.start()
-    before = runs.snapshot(ddp)
+    loop, calls = Loop(one_adamw, {}), []
+    loop.overlap()
+    (optimizer,), before = loop.optimizers, runs.snapshot(loop.ddp)
 
     def raises():
+        calls.append(1)
         raise RuntimeError("of the loop")
 
     with pytest.raises(RuntimeError, match="of the loop"):
         optimizer.step(raises)
-    runs.assert_same(runs.snapshot(ddp), before)
-    calls = []
-    optimizer.step(_closure(ddp, optimizer, runs.batches(1)[0], calls))
+    runs.assert_same((runs.snapshot(loop.ddp), calls), (before, [1]))
+    loop.closure()
     optimizer.param_groups[0]["betas"] = None
     with pytest.raises(StepError, match="NoneType"):
-        optimizer.step(_closure(ddp, optimizer, runs.batches(1)[0], calls))
+        loop.closure()
     dist.barrier()
-    runs.assert_same(calls, [1, 1])
+    runs.assert_same(len(loop.results), 1)
 
 
 @runs.cases({"skip": ("skip", [0, 1, 2, 3, 6, 7, 8, 9]), "step": ("step", runs.EVERY)})
