@@ -31,6 +31,7 @@ def sources(package):
     return trees
 
 
+@functools.cache
 def needed(package):
     """Return a package and the siblings that it imports."""
     imported = {
