@@ -3,7 +3,6 @@
 import copy
 import functools
 import gc
-import os
 from unittest import mock
 
 import pytest
@@ -15,9 +14,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_quant_hooks import (
+    LowRankState,
     QuantizedAllreduceState,
     all_reduce,
     kernels,
+    low_rank_hook,
     quantized_allreduce_hook,
     reduce_scatter_tensor,
 )
@@ -115,15 +116,21 @@ class Tensors(Caller):
             assert not self.between.fails or 1 / 0
         return mean
 
+    def _split(self, values):
+        return {"first": values[:1000], "second": values[1000:]}
+
+    def _join(self, parts):
+        return torch.cat(parts)
+
     def _average(self, values):
-        parts = {"first": values[:1000], "second": values[1000:]}
+        parts = self._split(values)
         started = [
             all_reduce(part, dist.ReduceOp.AVG, self.state, async_op=True, key=key)
             for key, part in parts.items()
         ]
         for future in started:
             future.wait()
-        return values
+        return self._join([*parts.values()])
 
 
 class Shards(Tensors):
@@ -135,6 +142,36 @@ class Shards(Tensors):
         shard = torch.empty(len(values) // dist.get_world_size())
         reduce_scatter_tensor(shard, values, dist.ReduceOp.AVG, self.state, key="shards")
         return shard
+
+
+def make_low_rank_state(process_group=None, **options):
+    """Return a state whose factors are smaller than small layers, from its second step on."""
+    return LowRankState(process_group, **{"min_bytes": 0, "rank": 2, "warm_up_steps": 1, **options})
+
+
+class LowRankBuckets(Buckets):
+    """The same in factors of low rank."""
+
+    make_state = staticmethod(make_low_rank_state)
+    hook = staticmethod(low_rank_hook)
+
+
+class LowRankTensors(Tensors):
+    """Calls with two matrices."""
+
+    make_state = staticmethod(make_low_rank_state)
+
+    def values(self, number):
+        return super().values(number).view(60, 50)
+
+    def mean(self, number, *, poison=False):
+        return super().mean(number, poison=poison).flatten()
+
+    def _split(self, values):
+        return {"first": values[:, :30].contiguous(), "second": values[:, 30:].contiguous()}
+
+    def _join(self, parts):
+        return torch.cat(parts, 1)
 
 
 @functools.cache
@@ -180,6 +217,8 @@ CALLERS = {
     "shards": Shards,
     "FSDP between nodes": FsdpNodes,
     "FSDP across shards": FsdpShards,
+    "low rank, DDP": LowRankBuckets,
+    "low rank, tensors": LowRankTensors,
 }
 RARE = ("shards", "FSDP between nodes")
 """The others have all of their code: the hook, calls on tensors, FSDP2; averages and shards."""
@@ -192,6 +231,7 @@ def _marks(name):
 
 EACH = [pytest.param(name, marks=[*_marks(name)]) for name in CALLERS]
 """As parameters of a test."""
+FEW_BITS = [param for param in EACH if "low rank" not in param.values[0]]
 
 
 def spoiled_kernel(effect):
@@ -203,16 +243,3 @@ def spoiled_kernel(effect):
         real(*arguments, **options)
 
     return mock.patch.object(kernels, "encode_shards", encode_shards)
-
-
-def steps_without_a_peer(rank, caller):
-    """Average twice, lose rank 1, and return how many steps count after an average that failed."""
-    caller.mean(0)
-    caller.mean(1)
-    if rank == 1:
-        os._exit(3)
-    before = caller.state.statistics
-    with pytest.raises(RuntimeError):
-        caller.mean(2)
-    assert caller.state.statistics == before, "what was not averaged is not counted"
-    return caller.state.state_dict()["steps"]

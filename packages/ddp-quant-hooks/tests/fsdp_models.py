@@ -85,10 +85,10 @@ def kept_names(state):
     return set(state.state_dict()["keys"])
 
 
-def batch(step):
+def batch(step, width=37):
     """Return a different batch for every rank and step."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randn(4, 37, generator=generator)
+    return torch.randn(4, width, generator=generator)
 
 
 def local(tensor):
@@ -144,7 +144,9 @@ needs_custom_gathers = pytest.mark.skipif(
 
 
 class Watched(torch.nn.Module):
-    """A layer that notes its weights in its forward and in its backward pass."""
+    """A layer that notes its weights in its forward and in its backward pass, or raises in the one named."""
+
+    fails = None
 
     def __init__(self, layer):
         super().__init__()
@@ -157,6 +159,8 @@ class Watched(torch.nn.Module):
         return torch.tanh(self.layer(x))
 
     def _note(self, when):
+        if when == self.fails:
+            raise ZeroDivisionError
         self.seen[when].append([local(parameter) for parameter in self.layer.parameters()])
 
 

@@ -1,5 +1,6 @@
 """What DDP's buckets, plain tensors and FSDP2 have in common: one text of promises for all of them."""
 
+import os
 import time
 from contextlib import nullcontext
 from unittest import mock
@@ -7,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from averaging_callers import CALLERS, EACH, spoiled_kernel, steps_without_a_peer
+from averaging_callers import CALLERS, EACH, FEW_BITS, spoiled_kernel
 from fsdp_models import EXACT
 from quant_buckets import differences, flat_residuals, through_file
 
@@ -77,7 +78,7 @@ if GROUPS_END_WITHOUT_GIL:  # torch 2.6 cannot end a group before its process
     DO_NOT_COUNT.append(_has_a_kernel_that_fails)
 
 
-def check_disturbed(make):
+def _disturbed(make):
     """Return by how much the mean after a disturbed step differs from that without the step."""
 
     def after(disturb):
@@ -95,7 +96,7 @@ def check_disturbed(make):
     }
 
 
-def check_resumed(make):
+def _resumed(make):
     """Return where runs that went on from residuals differ from the run that saved them."""
 
     caller = make(bits=4)
@@ -120,7 +121,7 @@ def check_resumed(make):
 
 def _with_other_options(make):
     """Return the errors of steps on ranks with different options, and what was sent."""
-    caller, texts = make(bits=4 if dist.get_rank() else 8, error_feedback="none"), []
+    caller, texts = make(bits=4 if dist.get_rank() else 8), []
     for _ in range(2):
         with pytest.raises(RuntimeError) as caught:
             caller.mean(0)
@@ -137,6 +138,7 @@ def _without_residuals(make):
     """
     caller = make(bits=4)
     first, errors, same = caller.mean(0), [], []
+    caller.mean(1)  # later DDP makes no new buckets, for which its ranks would wait for each other
     for error in (MemoryError("no room for residuals"), LookupError("a mistake of ours")):
 
         def fail(*_, error=error):
@@ -152,16 +154,18 @@ def _without_residuals(make):
         caller.state.close()
         caller.start()
         same.append(torch.equal(caller.mean(0), first))
+        caller.mean(1)
     return errors, all(same)
 
 
-CHECKS = [_many_steps, check_disturbed, check_resumed, _with_other_options]
+CHECKS = [_disturbed, _resumed, _with_other_options]
 if GROUPS_END_WITHOUT_GIL:  # torch 2.6 cannot end a group before its process
     CHECKS.append(_without_residuals)
 
 
 def _all_checks(_, name):
-    return {check.__name__: check(CALLERS[name]) for check in CHECKS}
+    checks = CHECKS if "low rank" in name else [_many_steps, *CHECKS]
+    return {check.__name__: check(CALLERS[name]) for check in checks}
 
 
 @pytest.fixture(scope="module", params=EACH)
@@ -170,7 +174,9 @@ def seen(request):
     return run_ranks(_all_checks, 3, request.param, timeout=150, group_timeout=60.0)
 
 
+@pytest.mark.parametrize("seen", FEW_BITS, indirect=True)
 def test_what_a_step_loses_is_added_to_the_next(seen):
+    """The same for low rank is in test_lowrank_hosts.py."""
     for rank in seen:
         ratios, share = rank["_many_steps"]
         # The total loss is at most that of the last step, a sixteenth of it in the mean, and that of the step
@@ -182,14 +188,14 @@ def test_what_a_step_loses_is_added_to_the_next(seen):
 
 def test_steps_that_do_not_count_leave_the_residuals(seen):
     for rank in seen:
-        found = rank["check_disturbed"]
+        found = rank["_disturbed"]
         assert found["_counts"] > 0
         assert found == {"_counts": found["_counts"], **{one.__name__: 0.0 for one in DO_NOT_COUNT}}
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(seen):
     for rank in seen:
-        loaded, scattered, without_residuals = rank["check_resumed"].values()
+        loaded, scattered, without_residuals = rank["_resumed"].values()
         assert (loaded, scattered) == ({}, {})
         assert without_residuals
 
@@ -212,7 +218,7 @@ def test_any_error_before_an_average_is_one_on_every_rank_and_close_a_fresh_star
 
 def _alone(_, name):
     caller = CALLERS[name](bits=4)
-    return differences([caller.values(0)], [caller.mean(0)]), caller.state.statistics.bytes_sent
+    return differences([caller.values(0).flatten()], [caller.mean(0)]), caller.state.statistics.bytes_sent
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -220,10 +226,21 @@ def test_one_rank_alone_keeps_its_values(name):
     assert run_ranks(_alone, 1, name) == [({}, 0)]
 
 
-def _peer_dies(rank):
-    return steps_without_a_peer(rank, CALLERS["DDP"](bits=4))
+def _peer_dies(rank, name):
+    """Average twice, lose rank 1, and return how many steps count after an average that failed."""
+    caller = CALLERS[name](bits=4)
+    caller.mean(0)
+    caller.mean(1)
+    if rank == 1:
+        os._exit(3)
+    before = caller.state.statistics
+    with pytest.raises(RuntimeError):
+        caller.mean(2)
+    assert caller.state.statistics == before, "what was not averaged is not counted"
+    return caller.state.state_dict()["steps"]
 
 
-def test_a_peer_that_dies_is_an_error_on_the_others_and_the_step_does_not_count():
+@pytest.mark.parametrize("name", ["DDP", "low rank, DDP"])
+def test_a_peer_that_dies_is_an_error_on_the_others_and_the_step_does_not_count(name):
     """The same for tensors is in integration_tests/test_peers.py."""
-    assert run_ranks(_peer_dies, 3, may_die={1}, group_timeout=patience(5.0)) == [2, None, 2]
+    assert run_ranks(_peer_dies, 3, name, may_die={1}, group_timeout=patience(5.0)) == [2, None, 2]

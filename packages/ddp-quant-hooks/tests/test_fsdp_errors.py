@@ -1,10 +1,13 @@
 """Wrong uses of FSDP2 in few bits: errors on every rank before anything is sent."""
 
+import contextlib
+import itertools
 import warnings
 
 import pytest
 import torch
 from fsdp_models import Halves, Net, backward, needs_hooks, nodes_and_shards, sharded, state_between
+from gathered_weights import gather_in_few_bits
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -26,8 +29,6 @@ def _models_and_groups(_):
     too_late = r"'\(model\)' averages between nodes by itself.*mesh=mesh\['shard'\]"
     for error, match, model, of in (
         (TypeError, "state must be a state of this package.*got DeviceMesh", plain, mesh["node"]),
-        (TypeError, "model must be a module, got list", [plain], state),
-        (ValueError, "applied neither to the model", Net(), state),
         (ValueError, too_late, native, state),
         (ValueError, r"ranks \[\d\] of the state's .* other shards", plain, whole),
     ):
@@ -74,20 +75,35 @@ def _names(_):
     assert quantize_all_reduce(net, state_between(mesh)).keys == ["(model)", "1", "2"]
 
 
+def _functions():
+    """Return by name what puts a model in few bits, with the mesh over which the model is sharded."""
+    mesh, flat = nodes_and_shards(1), init_device_mesh("cpu", (2,))
+
+    def scatter(net):
+        return quantize_reduce_scatter(net, QuantizedAllreduceState(flat))
+
+    found = {
+        "quantize_all_reduce": (lambda net: quantize_all_reduce(net, state_between(mesh)), mesh["shard"]),
+        "quantize_reduce_scatter": (scatter, flat),
+        "quantize_all_gather": (gather_in_few_bits, flat),
+    }
+    if not hasattr(fsdp.FSDPModule, "set_custom_all_gather"):
+        del found["quantize_all_gather"]
+    return found
+
+
 def _different_ranks(rank):
     """One rank has a different model, or no FSDP model: all ranks raise."""
-    mesh = nodes_and_shards(1)
-    # With the same number of values in another shape.
-    layer = torch.nn.Linear(*((20, 30) if rank else (30, 20)), bias=False)
-    for error, match, net in (
-        (AgreementError, r"module '\(model\)' is", fsdp.fully_shard(layer, mesh=mesh["shard"])),
-        (
-            AgreementError if rank else ValueError,
-            "applied neither to the model",
-            sharded(mesh["shard"]) if rank else Net(),
-        ),
-    ):
-        _refused(error, match, quantize_all_reduce, net, state_between(mesh))
+    for call, mesh in _functions().values():
+        _refused(TypeError, "model must be a module, got list", call, [Net()])
+        # With the same number of values in another shape.
+        layer = torch.nn.Linear(*((20, 30) if rank else (30, 20)), bias=False)
+        _refused(AgreementError, r"module '\(model\)' is", call, fsdp.fully_shard(layer, mesh=mesh))
+        missing = "applied neither to the model"
+        if rank == 0:
+            _refused(ValueError, missing, call, Net())
+        else:
+            _refused(AgreementError, f"rank 0 cannot go on: .*{missing}", call, sharded(mesh))
 
 
 def _unfit_states(_):
@@ -130,17 +146,18 @@ def _handles(_):
 
 
 def _sharded_too_late(_):
-    """Modules sharded afterwards would not be averaged."""
-    mesh, flat = nodes_and_shards(1), init_device_mesh("cpu", (2,))
-    averaged, scattered = Net(), Net()
-    fsdp.fully_shard(averaged.layers[2], mesh=mesh["shard"])
-    fsdp.fully_shard(scattered.layers[2], mesh=flat)
-    with pytest.warns(UserWarning, match=r"gradients of \['scale', 'layers\.0\.weight', .*: fully_shard was"):
-        quantize_all_reduce(averaged, state_between(mesh))
-    quantize_reduce_scatter(scattered, QuantizedAllreduceState(flat))
-    fsdp.fully_shard(averaged, mesh=mesh["shard"])
-    fsdp.fully_shard(scattered, mesh=flat)
-    for net, name in ((averaged, "quantize_all_reduce"), (scattered, "quantize_reduce_scatter")):
+    """Modules sharded afterwards would not be averaged, or gathered."""
+    told = r"gradients of \['scale', 'layers\.0\.weight', .*: fully_shard was"
+    for (name, (call, mesh)), used_before in itertools.product(_functions().items(), (False, True)):
+        net = Net()
+        fsdp.fully_shard(net.layers[2], mesh=mesh)
+        warns = pytest.warns(UserWarning, match=told)
+        with warns if name == "quantize_all_reduce" else contextlib.nullcontext():
+            call(net)
+        if used_before:
+            net.layers[2].unshard()
+            net.layers[2].reshard()
+        fsdp.fully_shard(net, mesh=mesh)
         _refused(RuntimeError, rf"applied to \['\(model\)'\] after {name}", backward, net, 0)
 
 

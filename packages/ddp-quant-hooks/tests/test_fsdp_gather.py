@@ -10,6 +10,8 @@ import torch.distributed as dist
 from fsdp_models import (
     BF16,
     Halves,
+    Watched,
+    batch,
     local,
     needs_custom_gathers,
     nodes_and_shards,
@@ -21,11 +23,22 @@ from fsdp_models import (
     whole,
     with_weights,
 )
+from gathered_weights import (
+    INT8,
+    WAYS,
+    Simulation,
+    assert_right_weights,
+    gather_in_few_bits,
+    run_passes,
+)
 from host_names import take_host_name
-from kernel_cases import decoded, encoded
 from quant_buckets import assert_same
 from torch.distributed import fsdp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
@@ -37,113 +50,106 @@ from ddp_quant_hooks.fsdp import (
     quantize_all_reduce,
     quantize_reduce_scatter,
 )
-from ddp_quant_hooks.kernels import Layout
+from ddp_quant_hooks.fsdp.gather_plan import plan_route
 from dist_utils.testing import call_in_backward, run_ranks, same_on_all_ranks
 
 pytestmark = needs_custom_gathers
-LAYOUT = Layout("int8", 128, rotate=True)
-HALF = fsdp.MixedPrecisionPolicy(param_dtype=torch.float16)
-
-
-def _rounded(parameter, dtype):
-    """Return what all ranks must gather of a parameter: of each shard what its own rank has rounded."""
-    exact, dim = parameter.full_tensor().detach().to(dtype).cpu(), parameter.placements[-1].dim
-    if exact.dim() == 1:
-        return exact
-    ranks = parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
-    size = list(exact.shape)
-    size[dim] = -(-size[dim] // ranks)
-    shards = []
-    for chunk in exact.chunk(ranks, dim):
-        padded = torch.zeros(size, dtype=dtype)
-        padded.narrow(dim, 0, chunk.shape[dim]).copy_(chunk)
-        values = decoded([encoded(padded.flatten(), LAYOUT)], padded.numel(), LAYOUT, dtype)
-        shards.append(values.view(size).narrow(dim, 0, chunk.shape[dim]))
-    return torch.cat(shards, dim)
-
-
 SHARDING = {
     "resharded": {"reshard_after_forward": True},
     "kept": {"reshard_after_forward": False},
     "bf16": {"mp_policy": BF16},
-    "fp16": {"mp_policy": HALF},
+    "fp16": {"mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=torch.float16)},
     "offloaded": {"offload_policy": fsdp.CPUOffloadPolicy(pin_memory=False)},
     "second dimension": {"shard_placement_fn": lambda one: Shard(one.dim() - 1)},
+    "resharded to two": {"reshard_after_forward": 2},
 }
+OURS = [*WAYS.values(), *({**WAYS[way], "intra_node": "flat"} for way in ("8 bits", "differences"))]
+RATES = 1e-4, 1e-4, 0.5, 1e-4, 1e-4
+"""Of each step: a large one is too much for a difference."""
 
 
 def _weights(rank, hosts):
-    """All passes see the same weights, on all ranks: those that the formula gives."""
-    take_host_name(hosts[rank])
+    """All passes see the weights of the formula, on all ranks; shards stay exact."""
+    on_hosts = tuple(map(int, hosts)) if take_host_name(hosts[rank]) else (0,) * len(hosts)
     mesh = init_device_mesh(served_device(), (len(hosts),))
-    options = dict(SHARDING)
-    if len(hosts) == 4:
-        options["resharded to two"] = {"reshard_after_forward": 2}
-    for name, sharding in options.items():
+    names = [name for name in SHARDING if len(hosts) == 4 or name != "resharded to two"]
+    cases = [*product(["resharded"], OURS)]
+    cases += product(names[1:] if hosts != "001" else [], WAYS.values())
+    for name, ours in cases:
+        sharding, differences = SHARDING[name], "differences" in ours
         dtype = getattr(sharding.get("mp_policy"), "param_dtype", torch.float32)
-        for ours in ({}, {"keep_for_backward": True}, {"intra_node": "flat"}):
-            width = 40 if name == "second dimension" else 37  # FSDP divides only rows unevenly
-            net = shard_layers(watched_layers(width=width), mesh, **sharding)
-            handle = quantize_all_gather(net, min_bytes=0, **ours)
-            optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-            for step in range(2):
-                exact = whole(net)
-                expected = [[_rounded(one, dtype) for one in layer.parameters()] for layer in net]
-                net(_batch(step, width).to(mesh.device_type).requires_grad_()).square().mean().backward()
-                assert_same(whole(net), exact, name)
-                for layer, weights in zip(net, expected, strict=True):
-                    forward, backward = (
-                        [one.cpu() for one in layer.seen[when][-1]] for when in ("forward", "backward")
-                    )
-                    assert_same(forward, weights, (name, ours))
-                    assert_same(backward, weights, (name, ours))
-                    assert same_on_all_ranks(forward)
-                optimizer.step()
-                optimizer.zero_grad()
-            _check_statistics(handle.statistics, name, ours)
-    return True
+        width = 40 if name == "second dimension" else 37  # FSDP divides only rows unevenly
+        net = shard_layers(watched_layers(width=width), mesh, **sharding)
+        handle = gather_in_few_bits(net, **ours)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.001)
+        simulations = [Simulation(differences=differences, dtype=dtype) for _ in net]
+        for step, rate in enumerate(RATES if differences else RATES[:2]):
+            optimizer.param_groups[0]["lr"] = rate
+            before, exact = handle.statistics, whole(net)
+            expected = [one.gathered(layer) for one, layer in zip(simulations, net, strict=True)]
+            for micro_batch in range(1 + step % 2):
+                x = batch(step + micro_batch, width).to(mesh.device_type).requires_grad_()
+                net(x).square().mean().backward()
+            assert_same(whole(net), exact, name)
+            for layer, weights in zip(net, expected, strict=True):
+                for when, back in product(("forward", "backward"), range(1, 2 + step % 2)):
+                    seen = [one.cpu() for one in layer.seen[when][-back]]
+                    assert_same(seen, weights, (name, ours, step, when))
+                assert same_on_all_ranks(layer.seen["forward"][-1])
+            if step % 2 == 0:
+                hosts_seen = (0,) * len(hosts) if "intra_node" in ours else on_hosts
+                exact_ones = {rank, *plan_route(hosts_seen, rank).receives}
+                exact_layers = sum(bool(one.exact & exact_ones) for one in simulations)
+                _check_statistics(handle.statistics - before, name, ours, exact_layers)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert 0 < handle.relative_error() < 0.01
 
 
-def _check_statistics(found, name, ours):
-    """Three layers were gathered in two steps, once or twice in each."""
-    counts = found.quantized_gathers, found.plain_gathers, found.reused_gathers
-    if name == "kept":
-        assert counts == (6, 0, 0), "reshard_after_forward=False: once a step"
-    elif name == "resharded to two":
-        assert counts == (6, 6, 0), "in the backward pass inside of a host, as they are"
-    elif "keep_for_backward" in ours:
-        assert counts == (6, 0, 6)
-    else:
-        assert counts == (12, 0, 0)
-    assert 0 < found.bytes_ratio < 0.8, (name, ours, found)
+def _check_statistics(found, name, ours, exact):
+    """Three layers were gathered in a step: once between hosts, and again for the backward pass or not."""
+    keeps = ours.keys() & {"keep_for_backward", "differences"}
+    again = {"kept": "not", "resharded to two": "inside a host"}.get(name, "kept" if keeps else "as before")
+    assert (found.exact_gathers, found.quantized_gathers, found.plain_gathers, found.reused_gathers) == (
+        exact,
+        3 - exact + 3 * (again == "as before"),
+        3 * (again == "inside a host"),
+        3 * (again == "kept"),
+    )
+    assert "differences" in ours or 0 < found.bytes_ratio < 0.8, (name, ours, found)
     assert 0 <= found.bytes_between_hosts <= found.bytes_sent
 
 
-def _batch(step, width=37):
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randn(4, width, generator=generator)
+@pytest.mark.parametrize("hosts", ["01", "001", "0011", pytest.param("0123", marks=pytest.mark.exhaustive)])
+def test_weights_are_those_of_the_formula_on_all_ranks_and_in_both_passes_and_shards_stay_exact(hosts):
+    run_ranks(_weights, len(hosts), hosts, timeout=300)
 
 
-@pytest.mark.parametrize("hosts", ["01", "0011", pytest.param("0123", marks=pytest.mark.exhaustive)])
-def test_weights_are_equal_on_all_ranks_and_in_both_passes_and_shards_stay_exact(hosts):
-    assert run_ranks(_weights, len(hosts), hosts, timeout=200) == [True] * len(hosts)
+SCALES = 1 + 4 / 128
+BYTES = {
+    "auto": ({}, [SCALES, SCALES]),
+    "flat": ({"intra_node": "flat"}, [SCALES, SCALES]),
+    "ring": ({"intra_node": "flat"}, [SCALES, SCALES]),
+    "differences": ({"differences": True}, [4 + 0.625, 0.625]),  # the first ones are values, and have notes
+}
+"""The options, and what enters a host of each value of the others, in the first and in the second gather."""
 
 
 def _bytes_between_hosts(rank, hosts):
-    """Return what each way sends to other hosts in one gather of a large layer, for each of its bytes."""
+    """Return what each way sends to other hosts in two gathers of a large layer, for each of its values."""
     if not take_host_name(hosts[rank]):
         return None
     found = {}
-    for way in ("auto", "flat"):
+    for way, (options, _) in BYTES.items():
         net = fsdp.fully_shard(torch.nn.Linear(256, 256, bias=False))
-        handle = quantize_all_gather(net, intra_node=way)
-        net.unshard()
-        found[way] = handle.statistics.bytes_between_hosts / 256**2
-    with mock.patch.object(module_gather, "runs_on_host", return_value=False):  # as a GPU's backend sends
-        net.reshard()
-        before = handle.statistics
-        net.unshard()
-    found["ring"] = (handle.statistics - before).bytes_between_hosts / 256**2
+        handle, found[way] = quantize_all_gather(net, **options), []
+        as_a_gpu = mock.patch.object(module_gather, "runs_on_host", return_value=False)
+        for _ in range(2):
+            before = handle.statistics
+            with as_a_gpu if way == "ring" else contextlib.nullcontext():
+                net.unshard()
+            net.reshard()
+            found[way].append((handle.statistics - before).bytes_between_hosts / 256**2)
     return found
 
 
@@ -152,17 +158,77 @@ def test_a_shard_enters_each_host_once(hosts):
     found = run_ranks(_bytes_between_hosts, len(hosts), hosts, timeout=60)
     if found[0] is None:
         pytest.skip("this user cannot give a process a host name of its own")
-    scales = 1 + 4 / 128
-    for way, times in (("auto", 1), ("flat", 2 if hosts == "0011" else 1)):
-        for host in set(hosts):
-            sent = sum(of_rank[way] for of_rank, name in zip(found, hosts, strict=True) if name == host)
-            entering = (len(set(hosts)) - 1) / len(set(hosts))
-            assert sent == pytest.approx(times * entering * scales)
-    neighbors = [
-        of_rank["ring"] for rank, of_rank in enumerate(found) if hosts[rank] != hosts[(rank + 1) % 4]
-    ]
-    assert sum(of_rank["ring"] for of_rank in found) == pytest.approx(sum(neighbors))
-    assert neighbors == pytest.approx([3 / 4 * scales] * len(neighbors)), "in a ring"
+    entering = (len(set(hosts)) - 1) / len(set(hosts))
+    for (way, (_, sizes)), turn in product(BYTES.items(), range(2)):
+        times = 2 if way == "flat" and hosts == "0011" else 1
+        sent = {
+            host: sum(of_rank[way][turn] for of_rank, name in zip(found, hosts, strict=True) if name == host)
+            for host in hosts
+        }
+        if way == "ring":  # only the last rank of a host sends to another one
+            neighbors = [
+                of_rank[way][turn]
+                for place, of_rank in enumerate(found)
+                if hosts[place] != hosts[(place + 1) % 4]
+            ]
+            assert sum(of_rank[way][turn] for of_rank in found) == pytest.approx(sum(neighbors))
+            assert neighbors == pytest.approx([3 / 4 * SCALES] * len(neighbors))
+        else:
+            rounding = 0.01 if way == "differences" else 1e-6
+            expected = dict.fromkeys(hosts, times * entering * sizes[turn])
+            assert sent == pytest.approx(expected, rel=rounding)
+
+
+class Adapted(torch.nn.Linear):
+    """A frozen layer with an adapter as LoRA adds it."""
+
+    def __init__(self):
+        super().__init__(37, 37)
+        self.requires_grad_(False)
+        self.down = torch.nn.Parameter(torch.randn(5, 37) / 6)
+        self.up = torch.nn.Parameter(torch.zeros(37, 5))
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.down.T @ self.up.T
+
+
+def _adapters(rank, hosts):
+    """Only those parameters travel as values whose differences are too coarse: never the frozen ones."""
+    receivers = 1 if take_host_name(hosts[rank]) else len(hosts) - 1
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(*(Watched(Adapted()) for _ in range(3)))
+    net = shard_layers(layers, init_device_mesh("cpu", (len(hosts),)))
+    handle = gather_in_few_bits(net, differences=True)
+    simulations = [Simulation(differences=True) for _ in net]
+    optimizer = torch.optim.AdamW([one for one in net.parameters() if one.requires_grad], lr=0.01)
+    adapters = set()
+    for step in range(4):
+        expected = [one.gathered(layer) for one, layer in zip(simulations, net, strict=True)]
+        before = handle.statistics
+        loss = net(batch(step).requires_grad_()).square().mean()
+        sent = (handle.statistics - before).bytes_sent
+        loss.backward()
+        for layer, weights in zip(net, expected, strict=True):
+            for when in ("forward", "backward"):
+                assert_same(layer.seen[when][-1], weights, (step, when))
+            assert same_on_all_ranks(layer.seen["forward"][-1])
+        before = handle.statistics
+        with torch.no_grad():
+            net(batch(step))
+        unchanged = (handle.statistics - before).bytes_sent
+        values = [(one, place) for one in simulations for place in one.values[rank]]
+        assert sent - unchanged == receivers * sum(one.copies[rank][place].nbytes for one, place in values)
+        if step:
+            adapters.update(place for _, place in values)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert adapters
+    assert adapters <= {2, 3}, "down and up"
+
+
+@pytest.mark.parametrize("hosts", ["01", "0011"])
+def test_only_adapters_travel_as_values(hosts):
+    run_ranks(_adapters, len(hosts), hosts, timeout=100)
 
 
 class Composed(torch.nn.Module):
@@ -196,12 +262,13 @@ class Composed(torch.nn.Module):
 def _composed(mesh, *, ours=None, **options):
     """Return the model, and a handle if its parameters are gathered in few bits."""
     net = Composed(reentrant=options.pop("reentrant", None)).shard(mesh, **options)
-    return net, None if ours is None else quantize_all_gather(net, min_bytes=0, **ours)
+    return net, None if ours is None else gather_in_few_bits(net, **ours)
 
 
-def _losses(net, steps=8, *, accumulate=False, batch=_batch):
+def _losses(net, steps=8, *, accumulate=False):
+    """Train, and evaluate in between; return the means over ranks of the losses in training."""
     required = [one for one in net.parameters() if one.requires_grad]
-    optimizer, losses = torch.optim.AdamW(required, lr=0.01), []
+    optimizer, losses = torch.optim.AdamW(required, lr=1e-3), []
     for step in range(steps):
         for last in (False, True) if accumulate else (True,):
             net.set_requires_gradient_sync(last)
@@ -210,6 +277,9 @@ def _losses(net, steps=8, *, accumulate=False, batch=_batch):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
+        if step == 2:
+            with torch.no_grad():
+                net(batch(99))
     everyone = torch.stack(losses)
     dist.all_reduce(everyone)
     return everyone / dist.get_world_size()
@@ -243,11 +313,11 @@ def _with_everything(_):
         ({"reshard_after_forward": False}, {"accumulate": True}),
     ):
         native = _losses(_composed(mesh, **options)[0], **run)
-        for ours in ({}, {"keep_for_backward": True}, {"differences": True}):
+        for ours in WAYS.values():
             net, handle = _composed(mesh, ours=ours, **options)
             _near(native, _losses(net, **run))
             assert _same_weights_on_all_ranks(net)
-            assert handle.statistics.quantized_gathers + handle.statistics.exact_gathers > 0
+            assert handle.statistics.quantized_gathers > handle.statistics.exact_gathers
             net, _ = _composed(mesh, ours=ours, **options)
             state = QuantizedAllreduceState(min_bytes=0)
             quantize_reduce_scatter(net, state)
@@ -274,12 +344,12 @@ def _ways_to_gather(_):
 
     def losses(prepare, steps=3, **ours):
         net = shard_layers(watched_layers(), mesh)
-        handle = quantize_all_gather(net, min_bytes=0, **ours)
+        handle = gather_in_few_bits(net, **ours)
         found, optimizer = [], torch.optim.SGD(net.parameters(), lr=0.1)
         for step in range(steps):
             if step == 0 or prepare is _asynchronous:
                 prepare(net)
-            loss = net(_batch(step).requires_grad_()).square().mean()
+            loss = net(batch(step).requires_grad_()).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -301,20 +371,19 @@ def _ways_to_gather(_):
         assert torch.equal(losses(prepare, differences=True)[0], by_differences), prepare
 
 
+def _trained(mesh, compiled, ours):
+    """Return what a model has learned of which nothing, the layers or the whole is compiled."""
+    net = sharded(mesh)
+    gather_in_few_bits(net, **ours)
+    for part in {"layers": net.layers, "whole": [net]}.get(compiled, ()):
+        part.compile(backend="aot_eager")
+    return train(net, 2)
+
+
 def _compiled(_):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    found = {}
-    for how in ("eager", "layers", "whole"):
-        net = sharded(mesh)
-        quantize_all_gather(net, min_bytes=0, keep_for_backward=how != "whole")
-        if how == "layers":
-            for layer in net.layers:
-                layer.compile(backend="aot_eager")
-        elif how == "whole":
-            net.compile(backend="aot_eager")
-        found[how] = train(net, 2)
-    assert_same(found["eager"], found["layers"])
-    assert_same(found["eager"], found["whole"])
+    for compiled, way in (("layers", "kept"), ("whole", "8 bits"), ("layers", "differences")):
+        assert_same(_trained(mesh, None, WAYS[way]), _trained(mesh, compiled, WAYS[way]), (compiled, way))
 
 
 def _dtypes(_):
@@ -334,10 +403,10 @@ def _dtypes(_):
             fsdp.fully_shard(net, mesh=mesh)
             if ours:
                 with pytest.warns(UserWarning, match=f"all modules in full precision.*{reason}"):
-                    handle = quantize_all_gather(net, min_bytes=0)
+                    handle = gather_in_few_bits(net)
             found = []
             for step in range(steps):
-                x = _batch(step).to(dtypes[0])
+                x = batch(step).to(dtypes[0])
                 loss = _through(net, x, dtypes).square().mean()
                 loss.backward()
                 found.append(loss.detach())
@@ -371,8 +440,8 @@ def _with_averages_between_nodes(_):
     assert state.statistics.quantized_buckets > 0
     tensor = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     halves = [Halves(tensor, tensor["shard"]) for _ in range(3)]
-    handle = quantize_all_gather(halves[1], min_bytes=0)
-    quantize_all_gather(halves[2], min_bytes=0, differences=True)
+    handle = gather_in_few_bits(halves[1])
+    gather_in_few_bits(halves[2], differences=True)
     generator = torch.Generator().manual_seed(tensor["shard"].get_local_rank())
     x = torch.randn(4, 37, generator=generator)
     found = [net(x) for net in halves]
@@ -389,19 +458,19 @@ def _without_gradients(_):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     net = shard_layers(watched_layers(), mesh)
     exact = whole(net)
-    handle = quantize_all_gather(net, min_bytes=0, keep_for_backward=True)
+    handle = gather_in_few_bits(net, keep_for_backward=True)
     gathers = handle._gathers.values()
     outputs = []
     for context in (torch.no_grad, torch.inference_mode):
         with context():
-            outputs.append(net(_batch(0)))
+            outputs.append(net(batch(0)))
         assert not any(gather._kept for gather in gathers)
     assert torch.equal(*outputs)
-    net(_batch(0).requires_grad_())
+    net(batch(0).requires_grad_())
     assert any(gather._kept for gather in gathers)
     net.eval()
     with torch.no_grad():
-        net(_batch(0))
+        net(batch(0))
     assert not any(gather._kept for gather in gathers), "an evaluation drops what a forward pass has kept"
     assert 0.001 < handle.relative_error() < 0.01
     saved = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
@@ -412,13 +481,13 @@ def _without_gradients(_):
     assert same_on_all_ranks(rounded)
     for layer in net:
         layer.reshard()
-    assert_same(rounded, [_rounded(one, torch.float32) for one in net.parameters()])
-    loss = net(_batch(1).requires_grad_()).square().mean()
+    assert_same(rounded, [one for layer in net for one in Simulation().gathered(layer)])
+    loss = net(batch(1).requires_grad_()).square().mean()
     handle.remove()
     assert not any(gather._kept for gather in gathers)
     loss.backward()
     count = handle.statistics
-    net(_batch(1))
+    net(batch(1))
     assert handle.statistics == count
     handle.remove()
 
@@ -433,21 +502,22 @@ def _kept_only_for_a_backward_pass(_):
         return net, lambda: {gather.name for gather in gathers if gather._kept}
 
     net, kept = model(reentrant=False)
-    net(_batch(0).requires_grad_()).square().mean().backward()
+    run_passes(net, 0)
     net.layers[2].unshard()
     assert not kept(), "a checkpoint's forward passes end early"
     net, kept = model()
-    with mock.patch.object(net.layers[1], "forward", _fails), contextlib.suppress(ZeroDivisionError):
-        net(_batch(0).requires_grad_())
+    failing = mock.patch.object(net.layers[1], "forward", side_effect=ZeroDivisionError)
+    with failing, contextlib.suppress(ZeroDivisionError):
+        net(batch(0).requires_grad_())
     net.layers[2].unshard()
     assert kept() == {"layers.0"}, "a forward pass that has failed is over"
     net, kept = model()
     net.layers[2].set_unshard_in_backward(False)
-    net(_batch(0).requires_grad_())
+    net(batch(0).requires_grad_())
     assert kept() == {"layers.0", "layers.1"}
     net, kept = model()
     net.requires_grad_(False)
-    net(_batch(0))
+    net(batch(0))
     assert not kept(), "no output needs gradients"
 
 
@@ -472,14 +542,14 @@ def _inside_another_backward(_):
     ways = ({"keep_for_backward": True}, {"differences": True})
     for ours, double in product(ways, (_double_in_place, _double_behind_autograd, _double_by_replacing)):
         net = shard_layers(watched_layers(), mesh)
-        quantize_all_gather(net, min_bytes=0, **ours)
-        net(_batch(0).requires_grad_())
+        gather_in_few_bits(net, **ours)
+        net(batch(0).requires_grad_())
         double(net)
-        exact = "differences" in ours  # they are too large
-        expected = whole(net) if exact else [_rounded(one, torch.float32) for one in net.parameters()]
+        simulation = Simulation(differences="differences" in ours)  # which are too large: values are sent
+        expected = [simulation.gathered(layer) for layer in net]
         x = torch.zeros(1, requires_grad=True)
-        call_in_backward(x, lambda net=net: net(_batch(1))).sum().backward()
-        for layer, weights in with_weights(net, expected):
+        call_in_backward(x, lambda net=net: net(batch(1))).sum().backward()
+        for layer, weights in zip(net, expected, strict=True):
             assert_same(layer.seen["forward"][-1], weights, ours)
 
 
@@ -496,8 +566,8 @@ def _repeated_by_a_checkpoint(_):
     for ours in ({"keep_for_backward": True}, {"differences": True}):
         layers = shard_layers(watched_layers(), mesh)
         net = shard_layers(torch.nn.Sequential(Repeated(*layers)), mesh)
-        quantize_all_gather(net, min_bytes=0, **ours)
-        net(_batch(0).requires_grad_()).square().mean().backward()
+        gather_in_few_bits(net, **ours)
+        run_passes(net, 0)
         for layer in layers:
             first, *others = layer.seen["forward"] + layer.seen["backward"]
             assert len(others) >= 2, ours
@@ -505,52 +575,29 @@ def _repeated_by_a_checkpoint(_):
                 assert_same(seen, first, ours)
 
 
-def _fails(*_):
-    raise ZeroDivisionError
-
-
-def _not_finite_and_errors(_):
-    """A NaN shows on all ranks; an error in a pass of the user's leaves nothing that the next one uses."""
+def _after_errors_of_the_users(_):
+    """An error in a pass of the user's leaves nothing that the next one uses."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for keep in (False, True):
-        net = shard_layers(watched_layers(), mesh)
-        quantize_all_gather(net, min_bytes=0, keep_for_backward=keep)
-        twin = shard_layers(watched_layers(), mesh)
-        quantize_all_gather(twin, min_bytes=0)
+    for ours in WAYS.values():
+        net, exact = shard_layers(watched_layers(), mesh), "differences" in ours
+        gather_in_few_bits(net, **ours)
         for fails in ("forward", "backward"):
-            with contextlib.suppress(ZeroDivisionError), mock.patch.object(net[1], "_note", _failing(fails)):
-                net(_batch(0).requires_grad_()).square().mean().backward()
+            net[1].fails = fails
+            with contextlib.suppress(ZeroDivisionError):
+                run_passes(net, 0)
+            net[1].fails = None
             net.zero_grad()
             if not hasattr(net, "reset_iter_state"):
                 break
             net.reset_iter_state()
             net.zero_grad()
-            for one in (net, twin):
-                with torch.no_grad():
-                    for parameter in one.parameters():
-                        local_shard = parameter.to_local()
-                        local_shard.add_(0.01)
-                one.zero_grad()
-                one(_batch(1).requires_grad_()).square().mean().backward()
-            assert_same(
-                [local(one.grad) for one in net.parameters()], [local(one.grad) for one in twin.parameters()]
-            )
-        with torch.no_grad():
-            if dist.get_rank() == 1:
-                net[0].layer.weight.to_local()[0, 0] = torch.nan
-        net[0].unshard()
-        weight = local(net[0].layer.weight)
-        assert same_on_all_ranks(weight)
-        assert 0 < weight.isnan().sum() <= LAYOUT.block_size
-        net[0].reshard()
-
-
-def _failing(when):
-    def note(during):
-        if during == when:
-            raise ZeroDivisionError
-
-    return note
+            for parameter in net.parameters():
+                parameter.detach().to_local().mul_(1.0001)
+            run_passes(net, 1)
+            assert_right_weights(net, **({"rtol": 0.01, "atol": 1e-4} if exact else {}))
+            if not exact:
+                for layer in net:
+                    assert_same(layer.seen["forward"][-1], Simulation().gathered(layer), fails)
 
 
 def _two_micro_batches(_):
@@ -559,8 +606,8 @@ def _two_micro_batches(_):
     found = []
     for keep in (False, True):
         net = sharded(mesh, twice=True)
-        handle = quantize_all_gather(net, min_bytes=0, keep_for_backward=keep)
-        first, second = (net(_batch(step)).square().mean() for step in range(2))
+        handle = gather_in_few_bits(net, keep_for_backward=keep)
+        first, second = (net(batch(step)).square().mean() for step in range(2))
         first.backward(retain_graph=True)
         first.backward()
         second.backward()
@@ -569,13 +616,56 @@ def _two_micro_batches(_):
     assert_same(*found)
 
 
+def _changed(_):
+    """What is loaded or changed in place is gathered exactly, in the next pass; and so is a NaN."""
+    net = shard_layers(watched_layers(), init_device_mesh("cpu", (dist.get_world_size(),)))
+    handle = gather_in_few_bits(net, differences=True)
+    train(net, 2)
+    others = {name: torch.randn(value.shape) for name, value in watched_layers().state_dict().items()}
+    dist.broadcast_object_list(box := [others])
+    changes = (
+        lambda: set_model_state_dict(net, box[0], options=StateDictOptions(full_state_dict=True)),
+        lambda: [parameter.detach().to_local().mul_(-2.0) for parameter in net.parameters()],
+        lambda: net[1].layer.weight.detach().to_local()[0, :3].fill_(torch.nan),
+    )
+    for change in changes:
+        change()
+        before, exact = handle.statistics, whole(net)
+        with torch.no_grad():
+            net(batch(0))
+        for layer, weights in with_weights(net, exact):
+            seen = layer.seen["forward"][-1]
+            assert same_on_all_ranks(seen)
+            if not weights[0].isnan().any():
+                assert_same(seen, weights) if change is not changes[2] else None
+            else:
+                assert torch.equal(seen[0].isnan(), weights[0].isnan()), "no neighbor of a NaN becomes one"
+        assert (handle.statistics - before).exact_gathers == (1 if change is changes[2] else 3)
+    net[1].layer.weight.detach().to_local()[0, :3].fill_(0.5)
+    with torch.no_grad():
+        net(batch(0))
+    assert_same([net[1].seen["forward"][-1][0]], [whole(net)[2]])
+
+
+def _not_finite(_):
+    """A NaN is one in its block, on all ranks."""
+    net = shard_layers(watched_layers(), init_device_mesh("cpu", (dist.get_world_size(),)))
+    gather_in_few_bits(net)
+    if dist.get_rank() == 1:
+        net[0].layer.weight.detach().to_local()[0, 0] = torch.nan
+    net[0].unshard()
+    weight = local(net[0].layer.weight)
+    assert same_on_all_ranks(weight)
+    assert 0 < weight.isnan().sum() <= INT8.block_size
+
+
 def _one_rank(_):
     net = shard_layers(watched_layers(), init_device_mesh("cpu", (1,)))
     exact = whole(net)
     with pytest.warns(UserWarning, match="full precision: .*one rank alone has its shards"):
-        handle = quantize_all_gather(net, min_bytes=0, keep_for_backward=True)
+        handle = gather_in_few_bits(net, keep_for_backward=True)
     assert handle.relative_error() is None
-    net(_batch(0).requires_grad_()).square().mean().backward()
+    run_passes(net, 0)
     assert_same([one for layer in net for one in layer.seen["backward"][-1]], exact)
     assert handle.statistics == type(handle.statistics)()
 
@@ -592,13 +682,15 @@ def _two_ranks(rank):
         _kept_only_for_a_backward_pass,
         _inside_another_backward,
         _repeated_by_a_checkpoint,
-        _not_finite_and_errors,
+        _after_errors_of_the_users,
+        _not_finite,
+        _changed,
         _two_micro_batches,
     ):
         check(rank)
 
 
-def test_prefetches_dtypes_evaluation_errors_and_several_passes():
+def test_prefetches_dtypes_evaluation_errors_changes_and_several_passes():
     run_ranks(_two_ranks, 2, timeout=200)
 
 

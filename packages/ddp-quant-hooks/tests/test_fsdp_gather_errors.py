@@ -1,5 +1,6 @@
 """Gathers in few bits that cannot be: refused on every rank; and peers that die, stop or fail."""
 
+import contextlib
 import gc
 import logging
 import os
@@ -9,33 +10,35 @@ from unittest import mock
 
 import pytest
 import torch
-from averaging_callers import spoiled_kernel
 from fsdp_models import (
     BF16,
     Halves,
     Net,
     backward,
     batch,
+    local,
     needs_custom_gathers,
-    needs_reset,
     nodes_and_shards,
     shard_layers,
     sharded,
+    train,
     watched_layers,
     whole,
     with_weights,
 )
+from gathered_weights import WAYS, assert_right_weights, gather_in_few_bits, run_passes
 from host_names import take_host_name
 from quant_buckets import assert_same
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 from ddp_quant_hooks import kernels
-from ddp_quant_hooks.fsdp import quantize_all_gather
-from dist_utils import AgreementError
+from ddp_quant_hooks.fsdp import differences, quantize_all_gather
+from dist_utils import AgreementError, start_messages
 from dist_utils.testing import patience, run_ranks, same_on_all_ranks
 from dist_utils.torch_compat import MissingTorchFeatureError
 
+DIFFERENCES = WAYS["differences"]
 HAS_CUSTOM_GATHERS = hasattr(getattr(fsdp, "FSDPModule", None), "set_custom_all_gather")
 
 
@@ -58,10 +61,21 @@ def _options(_):
         (ValueError, "intra_node='full' would send the same weights in more bytes", {"intra_node": "full"}),
         (ValueError, "intra_node must be 'auto', 'quantized' or 'flat', got 'fast'", {"intra_node": "fast"}),
         (TypeError, "keep_for_backward must be True or False, got 'no'", {"keep_for_backward": "no"}),
+        (ValueError, "bits=8 does not work with differences", {"bits": 8, **DIFFERENCES}),
+        (
+            ValueError,
+            "keep_for_backward does not work with differences",
+            {"keep_for_backward": True, **DIFFERENCES},
+        ),
+        (
+            ValueError,
+            "intra_node='quantized' does not work with differences",
+            {"intra_node": "quantized", **DIFFERENCES},
+        ),
+        (TypeError, "differences must be True or False, got 1", {"differences": 1}),
     ):
         _refused(error, f"^quantize_all_gather: {match}", net, **options)
-    _refused(TypeError, "model must be a module, got list", [net])
-    _refused(ValueError, "applied neither to the model", Net())
+    quantize_all_gather(net, bits=4, **DIFFERENCES).remove()
 
 
 class OwnGather(torch.Tensor):
@@ -103,38 +117,16 @@ def _modules(_):
     _refused(ValueError, r"packed into other values \(quant_state\), which rounding would spoil", packed)
 
 
-def _shapes_and_ranks(rank):
-    """What only one rank does wrong is an error on both."""
+def _other_ranks(rank):
+    """Ranks with other options or dtypes; other modules are in test_fsdp_errors.py."""
     mesh = init_device_mesh("cpu", (2,))
     _refused(AgreementError, "min_bytes is 0 on rank 0, 7 on rank 1", sharded(mesh), min_bytes=7 * rank)
+    told = "differences is False on rank 0, True on rank 1"
+    _refused(AgreementError, told, sharded(mesh), differences=rank == 1, bits=None, block_size=32)
     four = r"rank 1 cannot go on: .*bits=4" if rank == 0 else "^quantize_all_gather: bits=4"
     _refused(AgreementError if rank == 0 else ValueError, four, sharded(mesh), bits=4 if rank else 8)
-    layer = torch.nn.Linear(*((20, 30) if rank else (30, 20)), bias=False)
-    _refused(AgreementError, r"module '\(model\)' is", fsdp.fully_shard(layer, mesh=mesh))
     policy = BF16 if rank else fsdp.MixedPrecisionPolicy()
     _refused(AgreementError, r"float32.* on rank 0, .*bfloat16.* on rank 1", sharded(mesh, mp_policy=policy))
-    missing = "applied neither to the model"
-    if rank:
-        _refused(ValueError, missing, Net())
-    else:
-        _refused(AgreementError, f"rank 1 cannot go on: .*{missing}", sharded(mesh))
-
-
-def _sharded_too_late(_):
-    mesh, net = init_device_mesh("cpu", (2,)), Net()
-    fsdp.fully_shard(net.layers[2], mesh=mesh)
-    quantize_all_gather(net, min_bytes=0)
-    fsdp.fully_shard(net, mesh=mesh)
-    with pytest.raises(RuntimeError, match=r"applied to \['\(model\)'\] after quantize_all_gather"):
-        backward(net, 0)
-    net = Net()
-    fsdp.fully_shard(net.layers[2], mesh=mesh)
-    quantize_all_gather(net, min_bytes=0)
-    net.layers[2].unshard()
-    net.layers[2].reshard()
-    fsdp.fully_shard(net, mesh=mesh)
-    with pytest.raises(RuntimeError, match=r"applied to \['\(model\)'\] after quantize_all_gather"):
-        backward(net, 0)
 
 
 def _nothing_is_silently_exact(rank):
@@ -147,7 +139,7 @@ def _nothing_is_silently_exact(rank):
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     net = sharded(mesh)
-    quantize_all_gather(net, min_bytes=0)
+    gather_in_few_bits(net)
     for step in range(2):
         backward(net, step)
     logger.removeHandler(handler)
@@ -162,7 +154,7 @@ def _nothing_is_silently_exact(rank):
 
 
 def _two_ranks(rank):
-    for check in (_options, _modules, _shapes_and_ranks, _sharded_too_late, _nothing_is_silently_exact):
+    for check in (_options, _modules, _other_ranks, _nothing_is_silently_exact):
         check(rank)
 
 
@@ -205,7 +197,7 @@ def _compare_options(rank, net, other_half):
         _refused(ValueError, "bits=4", net, bits=4)
     else:
         _refused(AgreementError, r"rank \d cannot go on: .*bits=4", net)
-    quantize_all_gather(net, min_bytes=0)
+    gather_in_few_bits(net)
 
 
 def _replicas(rank):
@@ -234,12 +226,14 @@ def test_an_older_torch_is_told():
     run_ranks(_no_old_torch, 1, timeout=60)
 
 
-CALLERS = pytest.mark.parametrize("options", [{}, {"differences": True}], ids=["8 bits", "differences"])
+EACH = ({}, DIFFERENCES)
+"""The options of gathers that keep nothing between them, and of those that do."""
+CALLERS = pytest.mark.parametrize("options", EACH, ids=["8 bits", "differences"])
 
 
 def _three_layers(ranks, options):
     net = shard_layers(watched_layers(), init_device_mesh("cpu", (ranks,)))
-    handle = quantize_all_gather(net, min_bytes=0, **options)
+    handle = gather_in_few_bits(net, **options)
     backward(net, 0)
     return net, handle
 
@@ -274,9 +268,18 @@ def _dies(rank, options):
 @needs_custom_gathers
 @CALLERS
 def test_a_peer_that_dies_is_an_error_on_the_others(options):
-    found = run_ranks(_dies, 4, options, may_die={2}, group_timeout=patience(6.0), timeout=100)
+    found = run_ranks(_dies, 4, options, may_die={2}, group_timeout=patience(3.0), timeout=100)
     assert found[2] is None
     assert all(count < 6 for rank, count in enumerate(found) if rank != 2), "none ends a whole pass"
+
+
+def _has_no_room_for_a_kernel(net):
+    error = MemoryError("no room for a kernel")
+    with (
+        mock.patch.object(kernels, "encode_shards", side_effect=error),
+        pytest.raises(MemoryError, match="no room for a kernel"),
+    ):
+        backward(net, 1)
 
 
 def _stops(rank, how, seconds, options):
@@ -287,12 +290,7 @@ def _stops(rank, how, seconds, options):
         time.sleep(1.5 * seconds)
         return 0.0
     if rank == 1:
-
-        def fail():
-            raise MemoryError("no room for a kernel")
-
-        with spoiled_kernel(fail), pytest.raises(MemoryError, match="no room for a kernel"):
-            backward(net, 1)
+        _has_no_room_for_a_kernel(net)
         return 0.0
     _fails_and_sees_no_wrong_weights(net, exact)
     return time.monotonic() - began
@@ -302,37 +300,25 @@ def _stops(rank, how, seconds, options):
 @CALLERS
 @pytest.mark.parametrize("how", ["stops", pytest.param("fails", marks=pytest.mark.exhaustive)])
 def test_a_peer_that_stops_or_fails_is_an_error_within_the_groups_timeout(how, options):
-    seconds = patience(4.0)  # once: it depends on how busy the machine is now
+    seconds = patience(3.0)  # once: it depends on how busy the machine is now
     waited, _ = run_ranks(_stops, 2, how, seconds, options, group_timeout=seconds, timeout=100)
     assert waited < 2 * seconds
+
+
+def _start_over(net, handle):
+    net.zero_grad()
+    net.reset_iter_state()
+    net.zero_grad()
+    handle.start_over()
 
 
 def _all_fail(_, options):
     """After an error in a gather of all ranks they go on, with the weights that they should have."""
     net, handle = _three_layers(2, options)
-
-    def fail():
-        raise MemoryError("no room for a kernel")
-
-    with spoiled_kernel(fail), pytest.raises(MemoryError):
-        backward(net, 1)
-    net.zero_grad()
-    net.reset_iter_state()
-    net.zero_grad()
-    handle.start_over()
-    exact = whole(net)
-    net(batch(1).requires_grad_()).square().mean().backward()
-    for layer, weights in with_weights(net, exact):
-        assert_same(layer.seen["forward"][-1], layer.seen["backward"][-1])
-        assert same_on_all_ranks(layer.seen["forward"][-1])
-        torch.testing.assert_close(layer.seen["forward"][-1], weights, rtol=0.02, atol=0.002)
-
-
-@needs_custom_gathers
-@needs_reset
-@CALLERS
-def test_ranks_go_on_after_an_error_of_all_of_them(options):
-    run_ranks(_all_fail, 2, options, timeout=60)
+    _has_no_room_for_a_kernel(net)
+    _start_over(net, handle)
+    run_passes(net, 1)
+    assert_right_weights(net)
 
 
 def _asynchronous(rank, options):
@@ -352,75 +338,29 @@ def _asynchronous(rank, options):
         assert not any(weights.isnan().any() for weights in net[0].seen["forward"][-1])
 
 
-@needs_custom_gathers
-@CALLERS
-def test_after_an_error_of_an_asynchronous_gather_weights_are_nan(options):
-    run_ranks(_asynchronous, 2, options, timeout=60)
-
-
 def _raises_alone(rank):
     """One rank raises in forward, all leave out the batch, and then gather before their forward pass."""
     net = shard_layers(watched_layers(), init_device_mesh("cpu", (2,)))
-    handle = quantize_all_gather(net, min_bytes=0, keep_for_backward=True)
-    if rank == 0:
-        failing = mock.patch.object(net[2], "_note", side_effect=ZeroDivisionError)
-        with failing, pytest.raises(ZeroDivisionError):
-            net(batch(0).requires_grad_())
-    else:
+    handle = gather_in_few_bits(net, **WAYS["kept"])
+    net[2].fails = "forward" if rank == 0 else None
+    with pytest.raises(ZeroDivisionError) if rank == 0 else contextlib.nullcontext():
         net(batch(0).requires_grad_())
+    net[2].fails = None
     net.zero_grad()
     net.reset_iter_state()
     before = handle.statistics
     for layer in net:
         layer.unshard(async_op=True)
-    net(batch(1).requires_grad_()).square().mean().backward()
+    run_passes(net, 1)
     assert (handle.statistics - before).reused_gathers == 0, "nothing is kept outside of a forward pass"
     for layer in net:
         assert_same(layer.seen["forward"][-1], layer.seen["backward"][-1])
 
 
-@needs_custom_gathers
-@needs_reset
-def test_a_rank_that_raised_alone_in_forward_gathers_as_the_others_do():
-    run_ranks(_raises_alone, 2, timeout=60, group_timeout=patience(10.0))
-
-
-def _other_order(rank, options):
-    """Gather two modules of one size, on each rank another one first; return how long it waits."""
-    net = shard_layers(watched_layers(), init_device_mesh("cpu", (2,)))
-    quantize_all_gather(net, min_bytes=0, **options)
-    for layer in net:
-        layer.unshard()
-        layer.reshard()
-    with pytest.raises(RuntimeError):
-        net[rank].unshard()
-
-
-def _other_model(rank, options):
-    """Gather a module of another model on each rank; they have equal names and sizes."""
-    mesh = init_device_mesh("cpu", (2,))
-    nets = [shard_layers(watched_layers(), mesh) for _ in range(2)]
-    for net in nets:
-        quantize_all_gather(net, min_bytes=0, **options)
-        net[0].unshard()
-        net[0].reshard()
-    with pytest.raises(RuntimeError):
-        nets[rank][0].unshard()
-
-
-@needs_custom_gathers
-@CALLERS
-@pytest.mark.parametrize("other", [_other_order, _other_model])
-def test_ranks_that_gather_other_modules_take_none_for_another(other, options):
-    run_ranks(other, 2, options, group_timeout=patience(4.0), timeout=100)
-
-
 def _dropped(rank, options):
     """A model that is dropped while its messages come in leaves the connections as they were."""
     for turn in range(3):
-        net = shard_layers(watched_layers(), init_device_mesh("cpu", (2,)))
-        quantize_all_gather(net, min_bytes=0, **options)
-        backward(net, turn)
+        net = _three_layers(2, options)[0]
         assert same_on_all_ranks(net[0].seen["forward"][-1])
         if rank == turn:
             time.sleep(0.3)
@@ -431,10 +371,131 @@ def _dropped(rank, options):
         assert dropped() is None
 
 
+def _errors_of_two_ranks(rank):
+    for options in EACH:
+        _asynchronous(rank, options)
+        _dropped(rank, options)
+        if hasattr(fsdp.FSDPModule, "reset_iter_state"):
+            _all_fail(rank, options)
+    if hasattr(fsdp.FSDPModule, "reset_iter_state"):
+        _raises_alone(rank)
+
+
 @needs_custom_gathers
-@CALLERS
-def test_a_model_that_is_dropped_while_it_gathers_is_no_trouble_to_the_next(options):
-    run_ranks(_dropped, 2, options, group_timeout=patience(6.0), timeout=100)
+def test_after_errors_weights_are_nan_or_right_and_the_next_model_is_not_disturbed():
+    run_ranks(_errors_of_two_ranks, 2, group_timeout=patience(10.0), timeout=150)
+
+
+def _two_models(options):
+    """Return models with equal names and sizes, of which all ranks have gathered all layers."""
+    mesh = init_device_mesh("cpu", (2,))
+    nets = [shard_layers(watched_layers(), mesh) for _ in range(2)]
+    for net in nets:
+        gather_in_few_bits(net, **options)
+        for layer in net:
+            layer.unshard()
+            layer.reshard()
+    return nets
+
+
+OTHERS = {
+    "layer": lambda nets, rank: nets[0][rank],
+    "model": lambda nets, rank: nets[rank][2],
+}
+"""What each rank gathers of its own."""
+
+
+def _gather_others(rank):
+    """Return in how many ways a rank takes no message for another, all under way at once."""
+    models = [_two_models(options) for options in EACH]
+    started = [choose(nets, rank).unshard(async_op=True) for nets in models for choose in OTHERS.values()]
+    for unsharding in started:
+        with pytest.raises(RuntimeError):
+            unsharding.wait()
+    return len(started)
+
+
+@needs_custom_gathers
+def test_ranks_that_gather_other_modules_take_none_for_another():
+    assert run_ranks(_gather_others, 2, group_timeout=patience(4.0), timeout=100) == [4, 4]
+
+
+def _without_tags(rank):
+    """Notes tell of other modules where a backend has no tags."""
+
+    def start_untagged(*arguments, tag, **options):
+        return start_messages(*arguments, tag=0, **options)
+
+    nets, told = _two_models(DIFFERENCES), f"rank {1 - rank} gathers another module or model"
+    for choose in OTHERS.values():
+        untagged = mock.patch.object(differences, "start_messages", start_untagged)
+        with untagged, pytest.raises(RuntimeError, match=told):
+            choose(nets, rank).unshard()
+
+
+def _see_exact_weights(net, *, passes=("forward", "backward")):
+    for layer, weights in with_weights(net, whole(net)):
+        for when in passes:
+            assert_same(layer.seen[when][-1], weights)
+
+
+def _starts_over_alone(rank, hosts):
+    """A rank that forgets its copies alone is an error on all at once, before any hands on what it has."""
+    take_host_name(hosts[rank])
+    net, handle = _three_layers(len(hosts), DIFFERENCES)
+    train(net, 2)
+    if rank == 1:
+        handle.start_over()
+    theirs, own = (0, 3) if rank == 0 else (3, 0)
+    match = {
+        "00": rf"'0': {theirs} gathers have changed the copies of rank {1 - rank}, but {own} those of this",
+        "0011": r"copies of rank \d, but" if rank in (1, 3) else f"copies of rank {rank + 1} on this host",
+    }[hosts]
+    with pytest.raises(RuntimeError, match=match):
+        net(batch(0))
+    handle.start_over()
+    if hasattr(net, "reset_iter_state"):
+        net.reset_iter_state()
+        run_passes(net, 1)
+        _see_exact_weights(net)
+
+
+@needs_custom_gathers
+def test_a_rank_that_starts_over_alone_is_told_to_all_ranks_of_hosts_and_all_can_start_over():
+    run_ranks(_starts_over_alone, 4, "0011", timeout=60)
+
+
+def _while_it_gathers(rank):
+    """A failed asynchronous gather gives no weights when FSDP waits again; start_over() ends running ones."""
+    net, handle = _three_layers(2, DIFFERENCES)
+    if rank == 1:
+        handle.start_over()
+    with pytest.raises(RuntimeError, match="gathers have changed the copies of rank"):
+        net[0].unshard(async_op=True).wait()
+    net[0].unshard(async_op=True).wait()
+    assert all(local(one).isnan().all() for one in net[0].parameters())
+    handle.start_over()
+    net[0].reshard()
+    train(net, 1)
+    for layer in net:
+        layer.unshard(async_op=True)
+    handle.start_over()
+    net(batch(0))
+    for parameter in net.parameters():
+        parameter.detach().to_local().mul_(1.0001)
+    net(batch(1))
+    _see_exact_weights(net, passes=["forward"])
+
+
+def _differences_of_two_ranks(rank):
+    _without_tags(rank)
+    _starts_over_alone(rank, "00")
+    _while_it_gathers(rank)
+
+
+@needs_custom_gathers
+def test_copies_that_differ_and_other_modules_are_told_also_where_a_backend_has_no_tags():
+    run_ranks(_differences_of_two_ranks, 2, timeout=100)
 
 
 @needs_custom_gathers

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import test_fsdp as cpu
-import test_fsdp_differences
 import test_fsdp_gather
 import torch
 import torch.distributed as dist
@@ -48,6 +47,5 @@ def test_a_mesh_of_one_rank_is_data_parallelism_and_two_models_share_a_backward(
 
 @needs_custom_gathers
 @pytest.mark.parametrize("hosts", ["00", "0011"])
-@pytest.mark.parametrize("of", [test_fsdp_gather, test_fsdp_differences], ids=["8 bits", "differences"])
-def test_gathered_weights_have_the_bits_of_the_cpu_backend(of, hosts):
-    _ranks(len(hosts), partial(of._weights, hosts=hosts))
+def test_gathered_weights_have_the_bits_of_the_cpu_backend(hosts):
+    _ranks(len(hosts), partial(test_fsdp_gather._weights, hosts=hosts))

@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from averaging_callers import LowRankBuckets, make_low_rank_state
 from host_names import take_host_name
 from quant_buckets import flat_residuals
-from test_lowrank_on_ranks import LowRankBuckets, make_state
 
 from ddp_quant_hooks import all_reduce
 from ddp_quant_hooks.kernels import Layout
@@ -32,11 +32,11 @@ def _gradient(rank, number):
     return part(0) + 0.5 * part(1 + 1000 * number + rank)
 
 
-def _averages(rank, hosts):
+def _averages(rank, hosts, options):
     """Return how a state averages on these hosts; None without the right to names."""
     if len(set(hosts)) > 1 and not take_host_name(hosts[rank]):
         return None
-    state = make_state(rank=RANK, warm_up_steps=0)
+    state = make_low_rank_state(rank=RANK, warm_up_steps=0, **options)
     total, sums, alike, before = torch.zeros(ROWS, COLUMNS), torch.zeros(ROWS, COLUMNS), [], 0
     of_means = []
     for number in range(STEPS):
@@ -51,6 +51,7 @@ def _averages(rank, hosts):
         alike.append(same_on_all_ranks([values]))
     left = flat_residuals(state.state_dict())["values"].double() / len(hosts)
     dist.all_reduce(left)
+    rests = flat_residuals(state.state_dict(), "rest")
     missing, size = total - sums, total.norm()
     statistics = state.statistics
     state.close()
@@ -60,13 +61,14 @@ def _averages(rank, hosts):
         "not kept": ((missing.flatten() - left).norm() / size).item(),
         "between hosts": statistics.bytes_between_hosts / STEPS,
         "sent": statistics.bytes_sent / STEPS,
+        "of means": sum(rest.norm().item() for rest in rests.values()),
         "on TCP": sorted(of_means)[len(of_means) // 2] if of_means else None,
     }
 
 
 @pytest.mark.parametrize("hosts", PLACES)
 def test_the_error_the_bytes_and_the_bits_of_low_rank(hosts):
-    seen = run_ranks(_averages, len(hosts), hosts, timeout=150)
+    seen = run_ranks(_averages, len(hosts), hosts, {}, timeout=150)
     if None in seen:
         pytest.skip(NO_NAMES)
     for of_rank in seen:
@@ -88,6 +90,21 @@ def test_the_error_the_bytes_and_the_bits_of_low_rank(hosts):
             assert sent == pytest.approx(of_link, rel=0.1), name
     else:
         assert sum(one["sent"] for one in seen) / count == pytest.approx(of_link, rel=0.1)
+
+
+@pytest.mark.parametrize("hosts", ["00", "000"])
+def test_one_bit_of_the_rest_leaves_less_for_later(hosts):
+    plain, one_bit = (
+        run_ranks(_averages, len(hosts), hosts, options) for options in ({}, {"residual_bits": 1})
+    )
+    for less, more in zip(plain, one_bit, strict=True):
+        assert more["alike"]
+        assert more["missing"] < 0.6 * less["missing"]
+        assert more["sent"] > less["sent"]
+        if len(hosts) == 2:  # 2^-9 of a residual in bf16 is lost, in each step, twice
+            assert more["not kept"] < STEPS * 2 * 2.0**-8 * more["missing"]
+    # From three ranks on, means are rounded again, and that error is kept in a place of its own.
+    assert any(more["of means"] for more in one_bit) == (len(hosts) > 2)
 
 
 def _options(rank, hosts):

@@ -6,71 +6,21 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from averaging_callers import Buckets, Tensors, nodes_of_one_rank
+from averaging_callers import make_low_rank_state, nodes_of_one_rank
 from quant_buckets import differences, flat_residuals
 from resumed_runs import COMPLEX, Run, differences_after_resume, resumed
-from test_every_caller import DO_NOT_COUNT, check_disturbed, check_resumed
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_quant_hooks import (
     AutoState,
     LowRankState,
-    all_reduce,
     auto_hook,
     low_rank_hook,
     reduce_scatter_tensor,
 )
 from ddp_quant_hooks.fsdp import quantize_all_reduce
 from dist_utils.testing import grad_bucket, run_ranks, same_on_all_ranks
-
-
-def make_state(process_group=None, **options):
-    """Return a state whose factors are smaller than small layers, from its second step on."""
-    return LowRankState(process_group, **{"min_bytes": 0, "rank": 2, "warm_up_steps": 1, **options})
-
-
-class LowRankBuckets(Buckets):
-    make_state = staticmethod(make_state)
-    hook = staticmethod(low_rank_hook)
-
-
-class LowRankTensors(Tensors):
-    make_state = staticmethod(make_state)
-
-    def values(self, number):
-        return super().values(number).view(60, 50)
-
-    def mean(self, number, *, poison=False):
-        return super().mean(number, poison=poison).flatten()
-
-    def _average(self, values):
-        parts = {"first": values[:, :30].contiguous(), "second": values[:, 30:].contiguous()}
-        started = [
-            all_reduce(part, dist.ReduceOp.AVG, self.state, async_op=True, key=key)
-            for key, part in parts.items()
-        ]
-        for future in started:
-            future.wait()
-        return torch.cat([*parts.values()], 1)
-
-
-CALLERS = {"DDP": LowRankBuckets, "tensors": LowRankTensors}
-
-
-def _common_checks(_, name):
-    return check_disturbed(CALLERS[name]), check_resumed(CALLERS[name])
-
-
-@pytest.mark.parametrize("name", CALLERS)
-def test_steps_that_do_not_count_leave_everything_and_runs_resume_bitwise(name):
-    for disturbed, resume in run_ranks(_common_checks, 3, name, timeout=150, group_timeout=60.0):
-        assert disturbed.pop("_counts") > 0
-        assert disturbed == {one.__name__: 0.0 for one in DO_NOT_COUNT}
-        loaded, scattered, without_residuals = resume.values()
-        assert (loaded, scattered) == ({}, {})
-        assert without_residuals
-
 
 SECTIONS = [[(1024, 512)], [(128,), (768, 1024)]]
 """Shapes in a bucket that is averaged in two sections, by section."""
@@ -130,7 +80,7 @@ def _many_models(_):
         ),
     ):
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=name == "tied", bucket_cap_mb=0.01)
-        state = make_state(residual_bits=1 if batch.dtype in {torch.float16, COMPLEX} else None)
+        state = make_low_rank_state(residual_bits=1 if batch.dtype in {torch.float16, COMPLEX} else None)
         ddp.register_comm_hook(state.bind(ddp), low_rank_hook)
         for _ in range(4):
             ddp.zero_grad()
@@ -152,7 +102,12 @@ def test_models_of_all_kinds_are_averaged_alike_on_all_ranks():
 
 def _unused(_):
     """Return whether ranks stay alike while some parameters take no part, and some ranks have joined."""
-    run = Run(make_state, hook=low_rank_hook, use=lambda number: number % 2 == 0, find_unused_parameters=True)
+    run = Run(
+        make_low_rank_state,
+        hook=low_rank_hook,
+        use=lambda number: number % 2 == 0,
+        find_unused_parameters=True,
+    )
     for number in range(5):
         run.step(number)
     alike = [same_on_all_ranks([run.weights()])]
@@ -171,11 +126,11 @@ def test_unused_parameters_and_uneven_ranks():
 
 def _in_other_buckets(_):
     """Return where runs that go on differ, in equal buckets, and whether others load the same file."""
-    found = differences_after_resume(make_state, hook=low_rank_hook)
-    run = Run(make_state, hook=low_rank_hook)
+    found = differences_after_resume(make_low_rank_state, hook=low_rank_hook)
+    run = Run(make_low_rank_state, hook=low_rank_hook)
     for number in range(3):
         run.step(number)
-    other = resumed(run.save(), make_state, hook=low_rank_hook, bucket_cap_mb=0.01)
+    other = resumed(run.save(), make_low_rank_state, hook=low_rank_hook, bucket_cap_mb=0.01)
     same = [
         differences(
             flat_residuals(one.state.state_dict(), kind), flat_residuals(run.state.state_dict(), kind)
@@ -183,15 +138,19 @@ def _in_other_buckets(_):
         for one in (other,)
         for kind in ("own", "factor")
     ]
+    entries = run.state.state_dict()["parameters"].values()
+    factors = [entry["slots"]["factor"]["pieces"] for entry in entries if "factor" in entry["slots"]]
+    dtypes = {values.dtype for pieces in factors for _, _, values in pieces}
     other.step(3)
-    return found, same, same_on_all_ranks([other.weights()])
+    return found, same, same_on_all_ranks([other.weights()]), dtypes
 
 
 def test_residuals_and_factors_belong_to_parameters():
-    for found, same, alike in run_ranks(_in_other_buckets, 2):
+    for found, same, alike, dtypes in run_ranks(_in_other_buckets, 2):
         assert found == {}
         assert same == [{}, {}]
         assert alike
+        assert dtypes == {torch.float32}, "of factors"
 
 
 def _copies(_):
@@ -214,13 +173,13 @@ def test_copies_have_the_options_alone():
 
 def _refusals(_):
     """Return what is refused."""
-    state, texts = make_state(), []
+    state, texts = make_low_rank_state(), []
     with pytest.raises(ValueError, match="whole matrices"):
         reduce_scatter_tensor(torch.empty(4), torch.ones(8), dist.ReduceOp.AVG, state, key="shards")
     if hasattr(FSDPModule, "set_all_reduce_hook"):  # not in torch 2.6
         net = fully_shard(torch.nn.Linear(40, 64), mesh=nodes_of_one_rank()["shard"])
         with pytest.raises(ValueError, match=r"one flat tensor: exact=\['bias'\] does not work"):
-            quantize_all_reduce(net, make_state(exact=["bias"]))
+            quantize_all_reduce(net, make_low_rank_state(exact=["bias"]))
     ddp = DistributedDataParallel(torch.nn.Linear(40, 64))
     ddp.register_comm_hook(LowRankState(rank=2 + dist.get_rank(), min_bytes=0), low_rank_hook)
     with pytest.raises(RuntimeError) as caught:
@@ -245,7 +204,7 @@ def test_what_does_not_work_is_refused():
 def _as_candidate(_):
     torch.manual_seed(0)
     ddp = DistributedDataParallel(torch.nn.Linear(200, 200))
-    candidate = make_state()
+    candidate = make_low_rank_state()
     state = AutoState(candidates={"low rank": (candidate, low_rank_hook)}, max_error=None)
     ddp.register_comm_hook(state.bind(ddp), auto_hook)
     for _ in range(4):

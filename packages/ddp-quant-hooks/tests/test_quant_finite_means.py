@@ -13,7 +13,8 @@ from ddp_quant_hooks import (
     quantization_pertensor_hook,
     quantized_allreduce_hook,
 )
-from dist_utils.testing import grad_bucket, run_ranks, same_on_all_ranks
+from dist_utils import require_same_on_all_ranks
+from dist_utils.testing import grad_bucket, run_ranks
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 
@@ -44,8 +45,8 @@ def _inputs(dtype, world_size):
 
 
 def _bad_steps(hook, state, dtype):
-    """Return the steps with means that are not finite, or differ between ranks."""
-    inputs, bad = _inputs(dtype, dist.get_world_size()), []
+    """Return the steps with means that are not finite; they must be the same on all ranks."""
+    inputs, means = _inputs(dtype, dist.get_world_size()), []
     half = inputs.shape[1] // 2
     bucket = grad_bucket([torch.ones(1, half), torch.ones(inputs.shape[1] - half)])
     for step in range(3):
@@ -53,12 +54,12 @@ def _bad_steps(hook, state, dtype):
         mine = inputs[dist.get_rank()].clone() if step else inputs[dist.get_rank()] * 0.506
         if step == 2:
             mine.copy_(inputs[0, -1].expand_as(mine))
-        result = run_hook(state, bucket, mine, hook)
-        if not same_on_all_ranks(result) or not result.isfinite().all():
-            bad.append((step, result[~result.isfinite()].tolist()))
+        means.append(run_hook(state, bucket, mine, hook))
+    require_same_on_all_ranks(means)
     if state is not None:
         state.close()
-    return bad
+    bad = [mean[~mean.isfinite()].tolist() for mean in means]
+    return {step: values for step, values in enumerate(bad) if values}
 
 
 def _flat(_):

@@ -82,8 +82,8 @@ def _with(name, **changes):
     return change
 
 
-def _with_piece(*piece):
-    return _with("norm.bias", slots={"own": {"length": 37, "pieces": [piece]}})
+def _with_pieces(*pieces):
+    return _with("norm.bias", slots={"own": {"length": 37, "pieces": [*pieces]}})
 
 
 WRONG_FILES = {  # what the message must say, and the change of a file
@@ -98,16 +98,21 @@ WRONG_FILES = {  # what the message must say, and the change of a file
     "not residuals that state_dict.*'pieces'": _with("norm.bias", slots={"own": {"length": 37}}),
     "not residuals that state_dict.*'length'": _with("norm.bias", length=None),
     "not residuals that state_dict.*inf is not a count": lambda saved: {**saved, "steps": float("inf")},
-    "not residuals that state_dict.*-1 is not a count": _with_piece(-1, 1.0, torch.ones(9)),
-    "not residuals that state_dict.*0.5 is not a count": _with_piece(0.5, 1.0, torch.ones(9)),
+    "not residuals that state_dict.*-1 is not a count": _with_pieces((-1, 1.0, torch.ones(9))),
+    "not residuals that state_dict.*0.5 is not a count": _with_pieces((0.5, 1.0, torch.ones(9))),
     "not residuals that state_dict.*Boolean value": lambda saved: {**saved, "version": torch.ones(3)},
-    "not residuals that state_dict.*argument": _with_piece(0, 1.0),
-    r"a piece of shape \(38,\) at 0, but only 37 values": _with_piece(0, 1.0, torch.ones(38)),
-    r"a piece of shape \(3, 3\) at 0": _with_piece(0, 1.0, torch.ones(3, 3)),
+    "not residuals that state_dict.*argument": _with_pieces((0, 1.0)),
+    "not residuals that state_dict.*pieces of several dtypes": _with_pieces(
+        (0, 1.0, torch.ones(9)), (9, 1.0, torch.ones(9).bfloat16())
+    ),
+    r"a piece of shape \(38,\) at 0, but only 37 values": _with_pieces((0, 1.0, torch.ones(38))),
+    r"a piece of shape \(3, 3\) at 0": _with_pieces((0, 1.0, torch.ones(3, 3))),
     "a parameter 'layers.0.weight' of 36 values, 2257 long here": _with("layers.0.weight", length=36),
     "another memory format: with strides": _with("layers.0.weight", order=(1, 61)),
-    "'norm.bias' has values that are not finite": _with_piece(0, 1.0, torch.full((37,), torch.nan)),
-    "'norm.bias' has values that are not finite in torch.int64": _with_piece(0, 1.0, torch.ones(37).long()),
+    "'norm.bias' has values that are not finite": _with_pieces((0, 1.0, torch.full((37,), torch.nan))),
+    "'norm.bias' has values that are not finite in torch.int64": _with_pieces(
+        (0, 1.0, torch.ones(37).long())
+    ),
 }
 OTHER_OPTIONS = {
     "error_feedback 'both', but here": {"error_feedback": "shard"},

@@ -12,7 +12,12 @@ from quant_buckets import LEAVES_OUT_BUCKETS, assert_same, differences, flat_res
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
+from ddp_quant_hooks import (
+    LowRankState,
+    QuantizedAllreduceState,
+    low_rank_hook,
+    quantized_allreduce_hook,
+)
 from dist_utils.testing import call_in_backward, run_ranks
 
 
@@ -35,7 +40,8 @@ class Layers(torch.nn.Module):
 
 def _wrap(net, state, **options):
     ddp = DistributedDataParallel(net, **options)
-    ddp.register_comm_hook(state.bind(ddp), quantized_allreduce_hook)
+    hook = low_rank_hook if isinstance(state, LowRankState) else quantized_allreduce_hook
+    ddp.register_comm_hook(state.bind(ddp), hook)
     return ddp
 
 
@@ -109,23 +115,22 @@ def test_a_pass_of_ddp_inside_step_is_refused():
 
 def _resized(_):
     """What was lost of rows that are there no more, or of a neighbor in the bucket, is not theirs."""
-    net, state = (
-        torch.nn.ModuleList([torch.nn.Linear(90, 90), torch.nn.Linear(90, 90)]),
-        make_state("feedback both"),
-    )
-    net.forward = lambda x: net[1](net[0](x))
-    ddp = _wrap(net, state)
-    for number in range(2):
-        _backward(ddp, number)
-    del ddp
-    gc.collect()
-    net[1].weight.data = torch.ones(100, 90)
-    net[1].bias.data = torch.ones(100)
-    net.zero_grad()
-    assert flat_residuals(state.state_dict(net)).keys() == {"0.weight", "0.bias"}
-    ddp = _wrap(net, state)
-    (ddp(torch.zeros(4, 90)).sum() * 0).backward()
-    assert net[1].weight.grad.count_nonzero() == 0
+    for state in (make_state("feedback both"), LowRankState(min_bytes=0, rank=2, warm_up_steps=1)):
+        net = torch.nn.ModuleList([torch.nn.Linear(90, 90), torch.nn.Linear(90, 90)])
+        net.forward = lambda x, net=net: net[1](net[0](x))
+        ddp = _wrap(net, state)
+        for number in range(2):
+            _backward(ddp, number)
+        del ddp
+        gc.collect()
+        net[1].weight.data = torch.ones(100, 90)
+        net[1].bias.data = torch.ones(100)
+        net.zero_grad()
+        assert flat_residuals(state.state_dict(net)).keys() == {"0.weight", "0.bias"}
+        ddp = _wrap(net, state)
+        (ddp(torch.zeros(4, 90)).sum() * 0).backward()
+        assert net[1].weight.grad.count_nonzero() == 0
+        state.close()
 
 
 def test_a_parameter_that_was_resized_begins_without_residuals():

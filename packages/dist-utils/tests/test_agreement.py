@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from simulated_bucket import SimulatedBucket
 
 from dist_utils import AgreementError, require_same_terms
 from dist_utils.comm_hooks import require_same_bucket, require_same_call
@@ -213,22 +214,6 @@ def test_agreements_leave_no_key_and_no_thread():
     assert run_ranks(_keys_and_threads, 3) == [(0, 0)] * 3
 
 
-class _Bucket:
-    """A bucket of one parameter."""
-
-    def __init__(self, parameter, index=0):
-        self._parameter, self._index = parameter, index
-
-    def index(self):
-        return self._index
-
-    def buffer(self):
-        return self._parameter.detach()
-
-    def parameters(self):
-        return [self._parameter]
-
-
 def _known(rank):
     """What is known is not compared again: one rank alone returns. A refusal is raised again."""
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
@@ -240,18 +225,18 @@ def _known(rank):
             require_same_call(None, "call", dict.fromkeys(shuffled, unordered))
             for title in ("one", "two"):
                 for index, parameter in enumerate(parameters):
-                    require_same_bucket(None, title, {"bits": 8}, _Bucket(parameter, index))
+                    require_same_bucket(None, title, {"bits": 8}, SimulatedBucket(parameter, index=index))
             for number in range(30):
                 require_same_call(
                     None, "call", {"key": f"layer {number}", "text": "\ud800"}, [torch.ones(number)]
                 )
     dist.barrier()
-    messages = []
+    messages, longer_on_rank_1 = [], torch.nn.Parameter(torch.ones(3 + rank))
     for call in (
-        lambda group: require_same_bucket(group, "ab"[rank], {}, _Bucket(parameters[0])),
-        lambda group: require_same_bucket(group, "a", {"bits": 4 + rank}, _Bucket(parameters[0])),
-        lambda group: require_same_bucket(group, "a", {}, _Bucket(parameters[0], index=rank)),
-        lambda group: require_same_bucket(group, "a", {}, _Bucket(torch.nn.Parameter(torch.ones(3 + rank)))),
+        lambda group: require_same_bucket(group, "ab"[rank], {}, SimulatedBucket(parameters[0])),
+        lambda group: require_same_bucket(group, "a", {"bits": 4 + rank}, SimulatedBucket(parameters[0])),
+        lambda group: require_same_bucket(group, "a", {}, SimulatedBucket(parameters[0], index=rank)),
+        lambda group: require_same_bucket(group, "a", {}, SimulatedBucket(longer_on_rank_1)),
         lambda group: require_same_call(group, "a", {"key": "ab"[rank]}),
         lambda group: require_same_call(group, "a", {}, [torch.ones(1 + rank)]),
     ):
@@ -261,10 +246,10 @@ def _known(rank):
         messages.append(str(caught.value))
         if rank == 0:  # without another comparison, for anything in this group
             with pytest.raises(AgreementError) as again:
-                require_same_bucket(group, "one", {"bits": 8}, _Bucket(parameters[0]))
+                require_same_bucket(group, "one", {"bits": 8}, SimulatedBucket(parameters[0]))
             assert str(again.value) == messages[-1]
         dist.barrier()
-    require_same_bucket(dist.new_group(), "one", {"bits": 8}, _Bucket(parameters[0]))
+    require_same_bucket(dist.new_group(), "one", {"bits": 8}, SimulatedBucket(parameters[0]))
     return messages
 
 

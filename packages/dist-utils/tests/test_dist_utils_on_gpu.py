@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from test_module_sync import BUCKET, Everything, differing, states
+from test_module_sync import BUCKET, every_kind
 
 from dist_utils import (
     AgreementError,
@@ -40,14 +40,7 @@ def test_the_current_gpu_is_the_same_device_with_and_without_its_index():
 
 
 def _sync(rank):
-    found = []
-    for bucket in (BUCKET, 64):
-        for src in (0, 1):
-            module = Everything(rank).cuda()
-            layouts = [tensor.stride() for tensor in module.parameters()]
-            sync_module_states(module, dist.group.WORLD, bucket, src, ())
-            assert [tensor.stride() for tensor in module.parameters()] == layouts
-            found += differing(states(module), states(Everything(src)))
+    found = every_kind(rank, "cuda")
     with pytest.raises(TensorMismatchError, match="first at tensor 0: rank 0 has weight of shape") as caught:
         sync_module_states(torch.nn.Linear(3, 3 + rank).cuda(), None, BUCKET, 0, ())
     return found, str(caught.value)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from simulated_bucket import SimulatedBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_utils import AgreementError, OrderedWorker
@@ -103,28 +104,14 @@ def test_a_refusal_is_raised_until_the_state_is_closed():
         assert total == 2.0
 
 
-class _Bucket:
-    def __init__(self, *parameters, index=0):
-        self._parameters, self._index = parameters, index
-
-    def index(self):
-        return self._index
-
-    def buffer(self):
-        return torch.cat([one.detach().flatten() for one in self._parameters])
-
-    def parameters(self):
-        return [*self._parameters]
-
-
 def _agreed(rank):
     """Return for buckets whether they stand for one that came before, by what a state has noted there."""
     state = _State()
     one, other, wide = (torch.nn.Parameter(torch.ones(2, 3)) for _ in range(3))
-    state.begin_bucket("hook", _Bucket(one, other, wide)).plan = "noted"
+    state.begin_bucket("hook", SimulatedBucket(one, other, wide)).plan = "noted"
 
     def is_known(title, *parameters, index=0):
-        return state.begin_bucket(title, _Bucket(*parameters, index=index)).plan == "noted"
+        return state.begin_bucket(title, SimulatedBucket(*parameters, index=index)).plan == "noted"
 
     found = {
         "again": is_known("hook", one, other, wide),
@@ -134,14 +121,14 @@ def _agreed(rank):
     }
     for what, parameters in {"another order": (one, wide, other), "fewer": (one, other)}.items():
         found[what] = is_known("hook", *parameters)
-        state.begin_bucket("hook", _Bucket(one, other, wide)).plan = "noted"
+        state.begin_bucket("hook", SimulatedBucket(one, other, wide)).plan = "noted"
     wide.data = torch.ones(3, 2).t()
     found["another order in memory"] = is_known("hook", one, other, wide)
-    state.begin_bucket("hook", _Bucket(one, other, wide)).plan = "noted"
+    state.begin_bucket("hook", SimulatedBucket(one, other, wide)).plan = "noted"
     state.close()
     found["after close()"] = is_known("hook", one, other, wide)
     state.fail(RuntimeError("stop"))
-    return found, _text(state.begin_bucket, "hook", _Bucket(one, other, wide))
+    return found, _text(state.begin_bucket, "hook", SimulatedBucket(one, other, wide))
 
 
 def test_a_bucket_that_comes_again_is_one_object_until_something_about_it_changes():
@@ -150,20 +137,38 @@ def test_a_bucket_that_comes_again_is_one_object_until_something_about_it_change
         assert text == "stop"
 
 
-def _refused_alone(rank):
-    """One rank is refused because its peer does not come, which waits in a job of both."""
+def _fails_alone(rank, error, kind):
+    """Rank 1 fails between two jobs, while its peer waits for it in a job; return what each has heard."""
     state = _State()
-    state.worker.submit(_sum).wait()
+    assert state.worker.submit(_sum).wait() == 2.0
     if rank == 0:
-        return _text(state.require_same_call, "call", {}, ())
-    return _text(state.worker.submit(_sum).wait)
+        return _text(state.worker.submit(_sum).wait)
+    time.sleep(0.5)  # Gloo may miss a connection that closes just as a wait on it starts
+    error(state)
+    state.wait()
+    assert type(state.worker.error) is kind
+    return str(state.worker.error)
+
+
+def _ways_to_fail(rank):
+    """A hook fails, or a comparison for which the peer, which waits, does not come."""
+
+    def in_hook(state):
+        state.fail(KeyError("of the hook"))
+
+    def refused(state):
+        with pytest.raises(AgreementError):
+            state.require_same_call("call", {}, ())
+
+    return [_fails_alone(rank, in_hook, KeyError), _fails_alone(rank, refused, AgreementError)]
 
 
 @pytest.mark.skipif(not GROUPS_END_WITHOUT_GIL, reason="torch 2.6 cannot end a group before its process")
-def test_a_refusal_on_one_rank_ends_the_jobs_of_its_peers():
+def test_an_error_of_a_hook_and_a_refusal_on_one_rank_end_the_jobs_of_its_peers():
     limit = patience(2.0)
-    refused, _ = run_ranks(_refused_alone, 2, group_timeout=limit)
-    assert f"ranks [0] came within {limit:g} s, ranks [1] did not" in refused
+    _, (failed, refused) = run_ranks(_ways_to_fail, 2, group_timeout=limit)
+    assert "of the hook" in failed
+    assert f"ranks [1] came within {limit:g} s, ranks [0] did not" in refused
 
 
 def _in_fork(rank):
@@ -320,21 +325,3 @@ def test_terms_are_compared_once_and_again_after_close_and_bind():
     for asked, text in run_ranks(_terms, 2):
         assert asked == [1, 2]
         assert "bits is 8 on rank 0" in text, "a state with an error keeps it when it is bound"
-
-
-def _fails_in_its_hook(rank):
-    """One rank's hook fails between two buckets' jobs: its peer waits for it in a job."""
-    state = _State()
-    assert state.worker.submit(_sum).wait() == 2.0
-    if rank == 0:
-        return _text(state.worker.submit(_sum).wait)
-    time.sleep(1.0)  # Gloo may miss a connection that closes just as a wait on it starts
-    state.fail(KeyError("of the hook"))
-    state.wait()
-    return type(state.worker.error).__name__
-
-
-@pytest.mark.skipif(not GROUPS_END_WITHOUT_GIL, reason="torch 2.6 cannot end a group before its process")
-def test_an_error_of_a_hook_ends_the_jobs_of_its_peers():
-    _, kind = run_ranks(_fails_in_its_hook, 2)
-    assert kind == "KeyError"

@@ -6,8 +6,8 @@ Where no ``group_timeout`` is given, ranks that wait for a peer until the group'
 
 import contextlib
 import dataclasses
+import functools
 import gc
-import random
 import signal
 import subprocess
 import sys
@@ -59,33 +59,6 @@ def _wait_for_all(*, store_key):
     default_store().wait(everyone, timedelta(seconds=300))
 
 
-def _many_jobs(rank):
-    """Two dependent collectives a job while the caller uses the default group: results and their order."""
-    random.seed(rank)
-    order = []
-    with OrderedWorker() as worker:
-
-        def job(group, index):
-            value = torch.tensor([float(index + rank)])
-            dist.all_reduce(value, group=group)
-            time.sleep(random.random() / 1000)  # skew
-            dist.all_reduce(value, group=group)
-            order.append(index)
-            return value.item()
-
-        futures = []
-        for index in range(60):
-            futures.append(worker.submit(lambda group, index=index: job(group, index)))
-            dist.all_reduce(torch.ones(1))
-        results = [future.wait() for future in futures]
-    return results, order
-
-
-def test_jobs_run_in_order_beside_the_callers_own_collectives():
-    expected = [3.0 * (3 * index + 3) for index in range(60)], list(range(60))
-    assert run_ranks(_many_jobs, 3) == [expected] * 3
-
-
 def _as_on_an_accelerator():
     """Let workers take CPU tensors for those of an accelerator, whose jobs run in the caller's thread."""
     stream = mock.patch.object(jobs.SideStreams, "behind_caller", lambda _, device: jobs.JobStream(device))
@@ -125,27 +98,36 @@ def test_jobs_of_two_threads_on_an_accelerator_run_whole():
 def _submit_in_jobs(rank):
     """A job submits to its own worker, on the thread or in the caller's; a callback of its future may."""
     found = []
+
+    def in_parts(worker):
+        yield
+        worker.submit_in_parts(lambda _: in_parts(worker))
+
     for patches in ((), _as_on_an_accelerator()):
         with contextlib.ExitStack() as stack:
             for patch in patches:
                 stack.enter_context(patch)
-            worker, other = OrderedWorker(), OrderedWorker()
-            waits = worker.submit(lambda _, worker=worker: worker.submit(_sum).wait())
-            found.append((_error_of(waits), type(worker.error).__name__))
-            worker.close()
+            other = OrderedWorker()
+            for way, job in (
+                ("submit", lambda _, worker: worker.submit(_sum).wait()),
+                ("submit_in_parts", lambda _, worker: in_parts(worker)),
+            ):
+                with OrderedWorker() as worker:
+                    future = getattr(worker, way)(functools.partial(job, worker=worker))
+                    found.append((_error_of(future), type(worker.error).__name__))
             inside = other.submit(lambda _, other=other: OrderedWorker().submit(lambda _: 3.0).wait())
             after = inside.then(lambda done, other=other: other.submit(lambda _: done.value() + 1))
-            found.append(after.wait().wait())
+            assert after.wait().wait() == 4.0
             other.close()
     return found
 
 
 def test_a_job_that_submits_to_its_own_worker_is_an_error_and_not_a_wait_for_ever():
     (found,) = run_ranks(_submit_in_jobs, 1)
-    for error, kind in found[::2]:
+    assert len(found) == 4
+    for error, kind in found:
         assert "a job of OrderedWorker submits another one, which would wait for it" in error
         assert kind == "RuntimeError"
-    assert found[1::2] == [4.0, 4.0]
 
 
 def _ends(rank):
@@ -362,37 +344,6 @@ def test_an_interrupt_before_a_comparison_does_not_wait_for_other_ranks():
     run_ranks(_interrupted_before, 2)
 
 
-def _one_rank_fails(rank):
-    """Rank 1's second job raises before it communicates; its peer waits in the collective."""
-    worker, ran, groups = OrderedWorker(), [], []
-
-    def job(group, index):
-        ran.append(index)
-        groups.append(weakref.ref(group))
-        if rank == 1 and index == 1:
-            time.sleep(1.0)  # Gloo may miss a connection that closes just as a wait on it starts
-            raise ValueError("bad bucket 1")
-        return _sum(group)
-
-    futures = [worker.submit(lambda group, index=index: job(group, index)) for index in range(3)]
-    found = [futures[0].wait(), *map(_error_of, futures[1:]), _error_of(worker.submit(job))]
-    if GROUPS_END_WITHOUT_GIL:
-        _wait_until(lambda: groups[0]() is None)  # without another collective, and with the worker alive
-    worker.wait()
-    _wait_for_all(store_key="failed")
-    return found, ran, type(worker.error).__name__
-
-
-def test_the_first_error_is_given_to_every_later_job_and_ends_the_peers_wait():
-    limit = None if GROUPS_END_WITHOUT_GIL else 5.0  # at which the peer's wait ends there
-    (peer, peer_ran, _), (failed, ran, kind) = run_ranks(_one_rank_fails, 2, group_timeout=limit)
-    assert failed[0] == peer[0] == 2.0
-    for message in failed[1:]:
-        assert "ValueError: bad bucket 1" in message
-    assert kind == "ValueError"
-    assert ran == peer_ran == [0, 1], "no job runs after the first error"
-
-
 def _held(group):
     """Keep the group in a frame that keeps its error, too: a cycle."""
     try:
@@ -417,34 +368,55 @@ def _lists(group):
     raise _ListingError(["of", "texts"])
 
 
-FAILURES = {_held: "another one", _exits: "SystemExit(4)", _lists: "_ListingError"}
+def _raises(group):
+    raise ValueError("bad bucket 1")
 
 
-def _fails(rank):
-    """Rank 1's job fails while its peer waits in a collective."""
-    found = []
-    for fail in FAILURES:
-        worker = OrderedWorker()
-        worker.submit(_sum).wait()
-
-        def job(group, fail=fail):
-            if rank:
-                time.sleep(0.5)  # Gloo may miss a connection that closes just as a wait on it starts
-                fail(group)
-            _sum(group)
-
-        found.append(_error_of(worker.submit(job)))
-        assert worker.error is not None
-        worker.wait()
-        _wait_for_all(store_key=fail.__name__)  # the failed rank keeps its worker until then
-    return found
+FAILURES = {_raises: ("ValueError: bad bucket 1", "ValueError")}
+if GROUPS_END_WITHOUT_GIL:  # torch 2.6 cannot end a group before its process
+    FAILURES |= {
+        _held: ("another one", "RuntimeError"),
+        _exits: ("SystemExit(4)", "RuntimeError"),
+        _lists: ("_ListingError", "_ListingError"),
+    }
 
 
-@pytest.mark.skipif(not GROUPS_END_WITHOUT_GIL, reason="torch 2.6 cannot end a group before its process")
-def test_whatever_a_job_raises_the_peers_hear_of_it():
-    _, failed = run_ranks(_fails, 2)
-    for text, expected in zip(failed, FAILURES.values(), strict=True):
-        assert expected in text
+def _one_rank_fails(rank, fail):
+    """Rank 1's second job raises before it communicates; its peer waits in the collective."""
+    worker, ran, groups = OrderedWorker(), [], []
+
+    def job(group, index):
+        ran.append(index)
+        groups.append(weakref.ref(group))
+        if rank == 1 and index == 1:
+            time.sleep(0.5)  # Gloo may miss a connection that closes just as a wait on it starts
+            fail(group)
+        return _sum(group)
+
+    futures = [worker.submit(lambda group, index=index: job(group, index)) for index in range(3)]
+    found = [futures[0].wait(), *map(_error_of, futures[1:]), _error_of(worker.submit(job))]
+    if GROUPS_END_WITHOUT_GIL:
+        _wait_until(lambda: groups[0]() is None)  # without another collective, and with the worker alive
+    worker.wait()
+    _wait_for_all(store_key=fail.__name__)  # the failed rank keeps its worker until then
+    return found, ran, type(worker.error).__name__
+
+
+def _one_rank_fails_in_every_way(rank):
+    return [_one_rank_fails(rank, fail) for fail in FAILURES]
+
+
+def test_the_first_error_is_given_to_every_later_job_and_ends_the_peers_wait():
+    limit = None if GROUPS_END_WITHOUT_GIL else 5.0  # at which the peer's wait ends there
+    of_peer, of_failed = run_ranks(_one_rank_fails_in_every_way, 2, group_timeout=limit)
+    for peer, failed, expected in zip(of_peer, of_failed, FAILURES.values(), strict=True):
+        (peer_total, *_), peer_ran, _ = peer
+        (total, *messages), ran, kind = failed
+        assert total == peer_total == 2.0
+        for message in messages:
+            assert expected[0] in message
+        assert kind == expected[1]
+        assert ran == peer_ran == [0, 1], "no job runs after the first error"
 
 
 def _fail_at_once(rank):
