@@ -95,7 +95,6 @@ def _weights(rank, hosts):
                 for when, back in product(("forward", "backward"), range(1, 2 + step % 2)):
                     seen = [one.cpu() for one in layer.seen[when][-back]]
                     assert_same(seen, weights, (name, ours, step, when))
-                assert same_on_all_ranks(layer.seen["forward"][-1])
             if step % 2 == 0:
                 hosts_seen = (0,) * len(hosts) if "intra_node" in ours else on_hosts
                 exact_ones = {rank, *plan_route(hosts_seen, rank).receives}
@@ -103,6 +102,7 @@ def _weights(rank, hosts):
                 _check_statistics(handle.statistics - before, name, ours, exact_layers)
             optimizer.step()
             optimizer.zero_grad()
+        assert same_on_all_ranks([layer.seen["forward"] for layer in net])
         assert 0 < handle.relative_error() < 0.01
 
 
@@ -211,7 +211,6 @@ def _adapters(rank, hosts):
         for layer, weights in zip(net, expected, strict=True):
             for when in ("forward", "backward"):
                 assert_same(layer.seen[when][-1], weights, (step, when))
-            assert same_on_all_ranks(layer.seen["forward"][-1])
         before = handle.statistics
         with torch.no_grad():
             net(batch(step))
@@ -222,6 +221,7 @@ def _adapters(rank, hosts):
             adapters.update(place for _, place in values)
         optimizer.step()
         optimizer.zero_grad()
+    assert same_on_all_ranks([layer.seen["forward"] for layer in net])
     assert adapters
     assert adapters <= {2, 3}, "down and up"
 
@@ -265,7 +265,7 @@ def _composed(mesh, *, ours=None, **options):
     return net, None if ours is None else gather_in_few_bits(net, **ours)
 
 
-def _losses(net, steps=8, *, accumulate=False):
+def _losses(net, steps=5, *, accumulate=False):
     """Train, and evaluate in between; return the means over ranks of the losses in training."""
     required = [one for one in net.parameters() if one.requires_grad]
     optimizer, losses = torch.optim.AdamW(required, lr=1e-3), []

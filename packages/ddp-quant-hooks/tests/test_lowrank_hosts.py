@@ -37,7 +37,7 @@ def _averages(rank, hosts, options):
     if len(set(hosts)) > 1 and not take_host_name(hosts[rank]):
         return None
     state = make_low_rank_state(rank=RANK, warm_up_steps=0, **options)
-    total, sums, alike, before = torch.zeros(ROWS, COLUMNS), torch.zeros(ROWS, COLUMNS), [], 0
+    total, sums, before = torch.zeros(ROWS, COLUMNS), torch.zeros(ROWS, COLUMNS), 0
     of_means = []
     for number in range(STEPS):
         values = _gradient(rank, number)
@@ -48,7 +48,6 @@ def _averages(rank, hosts, options):
         all_reduce(values, dist.ReduceOp.AVG, state, key="values")
         of_means += [tcp_bytes_sent() - before] if before else []
         total, sums = total + exact, sums + values
-        alike.append(same_on_all_ranks([values]))
     left = flat_residuals(state.state_dict())["values"].double() / len(hosts)
     dist.all_reduce(left)
     rests = flat_residuals(state.state_dict(), "rest")
@@ -56,7 +55,7 @@ def _averages(rank, hosts, options):
     statistics = state.statistics
     state.close()
     return {
-        "alike": all(alike),
+        "alike": same_on_all_ranks([sums, values]),
         "missing": (missing.norm() / size).item(),
         "not kept": ((missing.flatten() - left).norm() / size).item(),
         "between hosts": statistics.bytes_between_hosts / STEPS,

@@ -185,6 +185,26 @@ def test_gradients_that_begin_with_zeros_on_all_ranks():
     assert run_ranks(_zero_first, 2) == [dict.fromkeys((1, 2, 8), True)] * 2
 
 
+def _turned(rank):
+    """Return whether a matrix of as many values but another shape begins with factors of its own."""
+    known, without_factors = make_low_rank_state(), make_low_rank_state()
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        all_reduce(torch.randn(60, 40, generator=generator), dist.ReduceOp.AVG, known, key="a")
+    saved = known.state_dict()
+    del saved["keys"]["a"]["slots"]["factor"]
+    without_factors.load_state_dict(saved)
+    values = torch.randn(40, 60, generator=generator)
+    means = [values.clone() for _ in range(2)]
+    for state, mean in zip((known, without_factors), means, strict=True):
+        all_reduce(mean, dist.ReduceOp.AVG, state, key="a")
+    return torch.equal(*means)
+
+
+def test_a_matrix_of_another_shape_has_factors_of_its_own():
+    assert run_ranks(_turned, 2) == [True, True]
+
+
 # ---- ranks that fail ----
 
 

@@ -162,11 +162,7 @@ def test_type_is_kept_the_tensor_replaced_and_the_original_untouched(make):
 
 
 def test_details_of_the_standard_containers_are_kept():
-    ordered = OrderedDict(a=one(), b=1)
-    ordered.move_to_end("a")
-    assert list(apply_to_tensors(double, ordered)) == ["b", "a"]
-    assert apply_to_tensors(double, defaultdict(list, a=one()))["new"] == []
-    assert apply_to_tensors(double, deque([one()], maxlen=3)).maxlen == 3
+    """Those of other containers are in test_container_properties.py."""
     assert apply_to_tensors(double, ShiftedPoint(one())).y == "shifted"
     assert type(apply_to_tensors(double, (torch.Size([2]), one()))[0]) is torch.Size
     chain = apply_to_tensors(double, ChainMap({}, OrderedDict(a=one())))
