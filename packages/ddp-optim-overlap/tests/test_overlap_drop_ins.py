@@ -174,20 +174,6 @@ def one_sgd(ddp):
     return [runs.sgd(ddp)]
 
 
-@runs.cases({name: WAYS[name][:1] for name in ("hook_then_optimizer", "in backward", "register_fused_optim")})
-def check_a_copy_averages_as_plain_ddp_does(step_inside):
-    ddp = runs.make_ddp()
-    step_inside(ddp)
-    runs.backward(ddp, runs.batches(1)[0])
-    ddp.zero_grad()
-    copied, plain = copy.deepcopy(ddp), runs.make_ddp()
-    plain.module.load_state_dict(ddp.module.state_dict())
-    before = runs.snapshot(ddp)
-    both = [runs.train_on(one, runs.sgd(one), runs.batches(2)) for one in (copied, plain)]
-    runs.assert_same(*both)
-    runs.assert_same(runs.changed(ddp, before), [])
-
-
 @runs.cases(
     {
         "hook": (lambda ddp: _hook(ddp, FunctionalSGD(0.1), list(ddp.module.conv.parameters())), [0, 1]),
@@ -350,23 +336,42 @@ def _saved(ddp):
     return torch.load(file, weights_only=False)
 
 
-@runs.cases({"copied": (copy.deepcopy,), "saved": (_saved,)})
-def check_in_backward_copied(copied_by):
-    """A copy of a model has no optimizers, and takes new ones, or an overlap."""
-    ddp = runs.make_ddp()
-    _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
-    runs.backward(ddp, runs.batches(1)[0])
-    expected = runs.make_ddp(copy.deepcopy(ddp.module))
-    runs.train_on(expected, runs.sgd(expected), runs.batches(2))
-    for begin in (lambda one: _in_backward(one, torch.optim.SGD, {"lr": 0.1}), _overlap):
-        copied = copied_by(ddp)
-        begin(copied)
-        _pass_over(copied, runs.batches(2), None)
-        runs.assert_same(runs.snapshot(copied), runs.snapshot(expected))
-
-
 def _overlap(ddp):
     return overlap_optimizer(ddp, runs.sgd(ddp))
+
+
+def _in_backward_sgd(ddp):
+    _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
+
+
+# What steps in the model, how it is copied, and what may step in the copy; ``None``: the ordinary loop.
+COPIES = {
+    "overlapped": (_overlap, copy.deepcopy, (None, _overlap)),
+    "overlapped, saved": (_overlap, _saved, (None, _overlap)),
+    "hook_then_optimizer": (WAYS["hook_then_optimizer"][0], copy.deepcopy, (None,)),
+    "register_fused_optim": (WAYS["register_fused_optim"][0], copy.deepcopy, (None,)),
+    "in backward": (_in_backward_sgd, copy.deepcopy, (None, _in_backward_sgd, _overlap)),
+    "in backward, saved": (_in_backward_sgd, _saved, (None, _in_backward_sgd, _overlap)),
+}
+
+
+@runs.cases(COPIES)
+def check_a_copy_averages_as_plain_ddp_does(step_inside, copied_by, ways):
+    """It has no optimizers, and takes new ones, or an overlap."""
+    ddp = runs.make_ddp()
+    step_inside(ddp)
+    runs.backward(ddp, runs.batches(1)[0])
+    ddp.zero_grad()
+    plain, before = runs.make_ddp(copy.deepcopy(ddp.module)), runs.snapshot(ddp)
+    runs.train_on(plain, runs.sgd(plain), runs.batches(2))
+    for begin in ways:
+        copied = copied_by(ddp)
+        optimizer = runs.sgd(copied) if begin is None else None
+        if begin is not None:
+            begin(copied)
+        _pass_over(copied, runs.batches(2), optimizer)
+        runs.assert_same(runs.snapshot(copied), runs.snapshot(plain))
+    runs.assert_same(runs.changed(ddp, before), [])
 
 
 def check_refused():

@@ -1,9 +1,7 @@
 """What a loop may do around an overlapped step: each backward pass steps once, with the same bits."""
 
-import copy
 import functools
 import gc
-import io
 import random
 import types
 import weakref
@@ -359,24 +357,6 @@ def check_a_model_wrapped_anew(how, *, overlapped):
         del ddp, handle
         gc.collect()
     return found
-
-
-def check_copies():
-    """A copy of an overlapped model averages, and can be overlapped itself."""
-    ddp, optimizer, _ = runs.start()
-    runs.train_on(ddp, optimizer, runs.batches(2))
-    torch.save(ddp, io.BytesIO())
-    one, other = copy.deepcopy(ddp), copy.deepcopy(ddp)
-    before = runs.snapshot(one)
-    runs.backward(one, runs.batches(1)[0])
-    runs.assert_same(runs.snapshot(one), before)
-    one.zero_grad()
-    optimizer = runs.adamw(one)
-    overlap_optimizer(one, optimizer)
-    runs.assert_same(
-        runs.train_on(one, optimizer, runs.batches(2)),
-        runs.train_on(other, runs.adamw(other), runs.batches(2)),
-    )
 
 
 check = runs.on_ranks(__name__, timeout=120, group_timeout=60)
