@@ -24,12 +24,22 @@ class Loop:
         hook: Makes a communication hook and its state.
         scheduled: Whether the loop has schedulers.
         make_net: Makes the module.
+        clip: Clips the parameters' gradients before each step, if that is an ordinary one.
         ddp_options: Of ``DistributedDataParallel``.
     """
 
     def __init__(
-        self, make_optimizers, overlap=None, *, hook=None, scheduled=False, make_net=runs.Net, **ddp_options
+        self,
+        make_optimizers,
+        overlap=None,
+        *,
+        hook=None,
+        scheduled=False,
+        make_net=runs.Net,
+        clip=None,
+        **ddp_options,
     ):
+        self._clip = clip if overlap is None else None
         self._make_optimizers, self._options, self._hook = make_optimizers, overlap, hook
         self._scheduled, self._make_net, self._ddp_options = scheduled, make_net, ddp_options
         self._data, self._set_to_none = iter(runs.batches(40)), True
@@ -140,6 +150,8 @@ class Loop:
             self.train()
 
     def step(self):
+        if self._clip is not None:
+            self._clip(list(self.ddp.parameters()))
         for optimizer in self.optimizers:
             optimizer.step()
 

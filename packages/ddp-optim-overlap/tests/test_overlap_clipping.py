@@ -3,12 +3,12 @@
 A policy that raises is in test_overlap_failures.py.
 """
 
-import itertools
-
 import overlap_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
+from overlap_loops import one_adamw, require_same
+from parity_cases import UNUSED, VIEW
 
 from ddp_optim_overlap import ByValue, ClipPolicy, overlap_optimizer
 
@@ -26,44 +26,28 @@ class Halves(ClipPolicy):
         return f"Halves of rank {dist.get_rank()}"
 
 
-def _by_value(ddp):
-    torch.nn.utils.clip_grad_value_(ddp.parameters(), 0.01)
+def _by_value(parameters):
+    torch.nn.utils.clip_grad_value_(parameters, 0.01)
 
 
-def _in_halves(ddp):
-    Halves().clip(list(ddp.parameters()))
-
-
-RELEASED = {"release_gradients": True}
-VIEW, UNUSED = {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}
+ACCUMULATED = "overlap" + 3 * " accumulate train"
 
 
 @runs.cases(
     {
-        "by value": (ByValue(0.01), _by_value, {}, {}),
-        "by value, view": (ByValue(0.01), _by_value, {}, VIEW),
-        "by value, released": (ByValue(0.01), _by_value, RELEASED, {}),
-        "by value, a bucket without gradients": (ByValue(0.01), _by_value, {}, UNUSED),
-        "own": (Halves(), _in_halves, {}, {}),
-        "own, released": (Halves(), _in_halves, RELEASED, {}),
+        "by value": (ByValue(0.01), _by_value, ACCUMULATED, {}),
+        "by value, view": (ByValue(0.01), _by_value, ACCUMULATED, VIEW),
+        "by value, a bucket without gradients": (
+            ByValue(0.01),
+            _by_value,
+            ACCUMULATED.replace("overlap", "overlap freeze skip"),
+            UNUSED,
+        ),
+        "own": (Halves(), Halves().clip, ACCUMULATED, {}),
     }
 )
-@runs.as_ordinary
-def check_bits(policy, clip, options, ddp_options, *, overlapped):
-    """Also of accumulated gradients."""
-    ddp, optimizer, _ = runs.start(overlapped=overlapped, options={"clip": policy, **options}, **ddp_options)
-    if ddp_options == UNUSED:
-        ddp.module.skipped = (1,)
-        ddp.module.layers[3].requires_grad_(False)
-    for first, second in itertools.pairwise(runs.batches(4)):
-        with ddp.no_sync():
-            runs.backward(ddp, first)
-        runs.backward(ddp, second)
-        if not overlapped:
-            clip(ddp)
-        optimizer.step()
-        optimizer.zero_grad()
-    return runs.ends(ddp, optimizer)
+def check_bits(policy, clip, words, ddp_options):
+    require_same(words, one_adamw, options={"clip": policy}, clip=clip, **ddp_options)
 
 
 @runs.as_ordinary
