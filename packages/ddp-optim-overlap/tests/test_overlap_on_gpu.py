@@ -3,7 +3,6 @@
 With NCCL 2.30 or newer and NCCL_MULTI_RANK_GPU_ENABLE=1, ranks can share GPUs under NCCL, too.
 """
 
-import contextlib
 import os
 import time
 
@@ -11,8 +10,9 @@ import overlap_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
+from overlap_loops import require_same
 from parity_cases import MODES
-from torch.nn.parallel import DistributedDataParallel
+from test_overlap_drop_ins import THREE_STEPS, WAYS, check_bits
 
 from ddp_optim_overlap import (
     ConfigError,
@@ -20,10 +20,8 @@ from ddp_optim_overlap import (
     OptimizerHookState,
     OverlapError,
     StepError,
-    apply_optimizer_in_backward,
     hook_then_optimizer,
     overlap_optimizer,
-    register_fused_optim,
 )
 from dist_utils.process_groups import future_of_work
 from dist_utils.testing import patience, run_ranks
@@ -75,40 +73,17 @@ class SlowAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-def _train_late(*, overlapped, steps=5, accumulate=1, **ddp_options):
-    torch.manual_seed(0)
-    layers = [torch.nn.Flatten(), torch.nn.Linear(128, 256), *[torch.nn.Linear(256, 256) for _ in range(3)]]
-    net = torch.nn.Sequential(*layers).to(runs.rank_device())
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.2, **ddp_options)
-    optimizer = SlowAdamW(ddp.parameters(), lr=0.01, fused=True)
-    if overlapped:
-        overlap_optimizer(ddp, optimizer, comm_hook=_slow_average, steps_per_parameter=True)
-    else:
-        ddp.register_comm_hook(None, _slow_average)
-    for step, x in enumerate(runs.batches(steps * accumulate)):
-        last = step % accumulate == accumulate - 1
-        with contextlib.nullcontext() if last else ddp.no_sync():
-            ddp(x).square().mean().backward()
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.cuda.synchronize()
-    return runs.ends(ddp, optimizer)
+def _slow_adamw(ddp):
+    return [SlowAdamW(ddp.parameters(), lr=0.01, fused=True)]
 
 
-LATE = {
-    "plain": {},
-    "bucket view": {"gradient_as_bucket_view": True},
-    "static graph": {"static_graph": True},
-    "find_unused": {"find_unused_parameters": True},
-    "no_sync": {"accumulate": 3},
-}
+LATE = ("plain", "bucket view", "static graph", "unused", "no_sync")
 
 
 def _every_late(_):
-    for name, arguments in LATE.items():
-        both = [_train_late(overlapped=overlapped, **arguments) for overlapped in (True, False)]
-        runs.assert_same(*both, f"of {name}, the value")
+    for words, options in map(MODES.get, LATE):
+        declared = {"steps_per_parameter": True}
+        require_same(words, _slow_adamw, hook=lambda: (_slow_average, None), options=declared, **options)
 
 
 @on_every_backend
@@ -116,31 +91,15 @@ def test_averages_and_steps_that_come_late(backend, world_size):
     _on(backend, world_size, _every_late)
 
 
-def _train_drop_in(name):
-    """Train with one of the functions with PyTorch's names, or without."""
-    ddp = runs.make_ddp()
-    options = {"lr": 0.1, "momentum": 0.9}
-    if name == "register_fused_optim":
-        register_fused_optim(ddp, torch.optim.SGD, **options)
-    elif name == "apply_optimizer_in_backward":
-        apply_optimizer_in_backward(torch.optim.SGD, ddp.module.parameters(), options)
-    else:
-        optimizer = torch.optim.SGD(ddp.parameters(), **options)
-        if name == "hook_then_optimizer":
-            ddp.register_comm_hook(None, hook_then_optimizer(_slow_average, OptimizerHookState(optimizer)))
-    for x in runs.batches(4):
-        ddp.zero_grad()
-        runs.backward(ddp, x)
-        if name == "ordinary":
-            optimizer.step()
-    torch.cuda.synchronize()
-    return runs.snapshot(ddp)
+def _hook_that_steps(ddp):
+    state = OptimizerHookState(runs.sgd(ddp))
+    ddp.register_comm_hook(None, hook_then_optimizer(_slow_average, state))
 
 
 def _every_drop_in(_):
-    ordinary = _train_drop_in("ordinary")
-    for name in ("register_fused_optim", "apply_optimizer_in_backward", "hook_then_optimizer"):
-        runs.assert_same(_train_drop_in(name), ordinary, f"with {name}, the value")
+    check_bits(THREE_STEPS, {}, _hook_that_steps, runs.sgd)
+    for name in ("register_fused_optim", "in backward"):
+        check_bits(THREE_STEPS, {}, *WAYS[name])
 
 
 @on_every_backend
