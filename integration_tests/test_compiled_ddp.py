@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-import torch._dynamo
 import torch.distributed as dist
 from trainings import HOOKS, WIDTH, assert_same_bits, rank_device, with_hook
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch._dynamo
 import torch.distributed as dist
 from hook_buckets import HOOKS, OURS, state_of
 from torch.nn.parallel import DistributedDataParallel

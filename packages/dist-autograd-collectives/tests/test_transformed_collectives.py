@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -190,6 +188,10 @@ def test_transforms_around_and_beside_a_graph():
 
 def _counted(rank):
     """Return the collectives in the graphs of forward and backward."""
+    # Slow to import, and not needed by most ranks.
+    from functorch.compile import make_boxed_func  # noqa: PLC0415
+    from torch._dynamo.backends.common import aot_autograd  # noqa: PLC0415
+
     found = {}
     for name in ("all_reduce", "all_gather", "broadcast", "reduce_scatter_dim min"):
         graphs = found[name] = []

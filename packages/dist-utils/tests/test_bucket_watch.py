@@ -8,7 +8,6 @@ import weakref
 
 import pytest
 import torch
-import torch._dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint

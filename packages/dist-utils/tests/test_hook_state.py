@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo
 import torch.distributed as dist
 from simulated_bucket import SimulatedBucket
 from torch.nn.parallel import DistributedDataParallel
