@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import dist_autograd_collectives as dac
 from dist_autograd_collectives import participation
@@ -204,6 +205,19 @@ def test_the_environment_asks_for_comparison_and_a_context_does(value, monkeypat
     monkeypatch.setenv("DIST_AUTOGRAD_CHECK", value)
     usual = value == "1"
     assert run_ranks(_switched, 2) == [[usual, True, False, usual, usual]] * 2
+
+
+def _wrong_while_recorded(rank):
+    """Rank 0 cannot begin a call of which make_fx makes a graph; the next call of both is compared."""
+    with dac.compare_calls():
+        if rank == 0:
+            with pytest.raises(IndexError):
+                make_fx(lambda x: dac.all_gather_cat(x, 3))(X)
+        return dac.all_reduce(torch.ones(1)).item()
+
+
+def test_an_error_while_calls_are_recorded_is_not_told():
+    assert run_ranks(_wrong_while_recorded, 2, group_timeout=30) == [2.0] * 2
 
 
 def _leave(*_):

@@ -111,6 +111,38 @@ def test_a_plan_keeps_neither_tensors_nor_groups():
     assert run_ranks(_kept, 2) == [([], None)] * 2
 
 
+class _Lengths:
+    """Numbers that are iterated over, and hashed by identity."""
+
+    def __init__(self, *numbers):
+        self.numbers = numbers
+
+    def __iter__(self):
+        return iter(self.numbers)
+
+
+def _changed_lengths(_):
+    """Calls with the same object, which says something else in between."""
+    x, by_name, lengths = torch.arange(4.0), {"first": 1, "second": 3}, _Lengths(1, 3)
+    calls = [
+        lambda: dac.reduce_scatter_dim(x, sizes=lengths),
+        lambda: dac.reduce_scatter_dim(x, sizes=by_name.values()),
+        lambda: dac.all_to_all_dim(x, 0, 0, input_sizes=lengths, output_sizes="auto"),
+    ]
+    found = [call().tolist() for call in calls]
+    lengths.numbers = (3, 1)
+    by_name.update(first=3, second=1)
+    return found, [call().tolist() for call in calls]
+
+
+def test_lengths_that_change_in_place_count_anew():
+    (first, first_then), (second, second_then) = run_ranks(_changed_lengths, 2, group_timeout=20)
+    assert first == [[0.0], [0.0], [0.0, 0.0]]
+    assert second == [[2.0, 4.0, 6.0], [2.0, 4.0, 6.0], [1.0, 2.0, 3.0, 1.0, 2.0, 3.0]]
+    assert first_then == [[0.0, 2.0, 4.0], [0.0, 2.0, 4.0], [0.0, 1.0, 2.0, 0.0, 1.0, 2.0]]
+    assert second_then == [[6.0], [6.0], [3.0, 3.0]]
+
+
 def _large(rank, length, hosts):
     """Longer than messages and sums of Gloo that are short, and not divisible by the world size."""
     os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size() // hosts)  # as torchrun would set it

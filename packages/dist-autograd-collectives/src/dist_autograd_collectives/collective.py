@@ -196,7 +196,7 @@ class _Planner(Generic[T]):
                 self.signature.bind(*args, **kwargs)  # raises: there is one too many, or one is given twice
             return self._call(given)
         except Exception as problem:
-            if not torch.compiler.is_compiling() and participation.compares.get():
+            if not linear.is_recorded() and participation.compares.get():
                 participation.tell(problem, given.get("group"))
             raise
 
@@ -252,6 +252,6 @@ def _form(value: Any, *, is_tensor: bool) -> Any:
     """Return what plans depend on of an argument; it has a hash if an equal one makes an equal plan."""
     if isinstance(value, (list, tuple)):
         return tuple([_form(one, is_tensor=is_tensor) for one in value])
-    if isinstance(value, torch.Tensor):  # in place of a number it may be changed in place
+    if hasattr(value, "__iter__") and not isinstance(value, str):  # lengths may change in place
         return (value.shape, value.dtype, value.device) if is_tensor else []
     return type(value), value  # 1, 1.0 and True are equal

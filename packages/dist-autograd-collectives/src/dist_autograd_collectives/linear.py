@@ -98,7 +98,8 @@ def apply(tensors: Tensors, linear_map: Map, key: int, *, is_traced: bool) -> Te
     return backend.run(tensors, linear_map, key)
 
 
-SAVED = torch.empty(0)
+with torch.inference_mode(False):  # the import may be inside of it
+    SAVED = torch.empty(0)
 """Saved for backward instead of a value, of which none is needed: a checkpoint reruns only what precedes the
 last saved tensor, and if ranks saved different ones, not all of them would come back to the collective."""
 

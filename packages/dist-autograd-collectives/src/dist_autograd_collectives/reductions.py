@@ -14,6 +14,7 @@ ReduceOperation: TypeAlias = ReduceOp | ReduceOp.RedOpType | str
 """Anything accepted as a reduce operation: ``ReduceOp.SUM``, ``"sum"``, ..."""
 
 _BITWISE = {"BAND": operator.and_, "BOR": operator.or_, "BXOR": operator.xor}
+_ONE_BY_ONE = {"PRODUCT": operator.mul, **_BITWISE}
 _IMPOSSIBLE = [("AVG", torch.bool), *((name, torch.uint64) for name in ("AVG", "MAX", "MIN"))]
 _NAMES = ("SUM", "AVG", "MAX", "MIN", "PRODUCT", *_BITWISE)
 
@@ -80,11 +81,9 @@ class Reduction(NamedTuple):
         name, dtype = self.name, stacked.dtype
         if wide_dtype(dtype) != dtype:
             return self.reduce(stacked.to(wide_dtype(dtype))).to(dtype)
-        if name == "PRODUCT":
+        if name in _ONE_BY_ONE:
             # Not torch.prod, whose gradient is y / x: wrong where y is 0 or infinite and x is not.
-            return functools.reduce(operator.mul, stacked.unbind(0))
-        if name in _BITWISE:
-            return functools.reduce(_BITWISE[name], stacked.unbind(0))
+            return functools.reduce(_ONE_BY_ONE[name], stacked.unbind(0))
         extremum = torch.amax if name == "MAX" else torch.amin
         if not stacked.is_floating_point():
             return extremum(stacked, 0)
@@ -124,16 +123,14 @@ def sum_of_parts(parts: Sequence[torch.Tensor], own: int, wide: torch.dtype) -> 
         own: The place of this rank's.
         wide: The dtype in which they are added, of :func:`dtype_of_sums`.
     """
-    dtype = parts[0].dtype
-    if wide != dtype:
-        parts = [part.to(wide) for part in parts]
+    dtype, parts = parts[0].dtype, [part.to(wide) for part in parts]  # themselves, if that is theirs
     # The first two in either order are one sum: added up in memory of another rank's part.
     total, *others = parts if own else (parts[1], parts[0], *parts[2:])
     if total.is_inference() and not torch.is_inference_mode_enabled():  # the mode has ended since
         total = total.clone()
     for part in others:
         total.add_(part)
-    return total if wide == dtype else total.to(dtype)
+    return total.to(dtype)
 
 
 def dtype_of_sums(dtype: torch.dtype, count: int) -> torch.dtype:
