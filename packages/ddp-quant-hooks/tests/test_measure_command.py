@@ -118,7 +118,7 @@ def _measured_on_hosts(rank):
     random, shares = torch.get_rng_state(), []
     three = dist.new_group([0, 1, 2])
     if rank < 3:  # of three ranks, one sends more
-        with torch.no_grad():
+        with torch.no_grad(), torch.device("meta"):
             report = measure(three, budget=1e-6, progress=lambda share, _: shares.append(share))
         seen["three"], advice = report.as_dict(), report.for_model(Model(7_000_000, 0.2)).advice
         assert advice.hook in report.hooks

@@ -145,7 +145,7 @@ class _Runner:
     def __init__(self, ranks: Ranks, largest: int) -> None:
         self._ranks, self._device = ranks, ranks.device
         self._own = _normal(_BLOCK, ranks.group.rank()).to(self._device)
-        total = torch.zeros(_BLOCK, dtype=torch.float64)
+        total = torch.zeros(_BLOCK, dtype=torch.float64, device="cpu")
         for rank in range(len(ranks.hosts)):
             total += _normal(_BLOCK, rank)
         self._mean = (total / len(ranks.hosts)).to(self._device)
