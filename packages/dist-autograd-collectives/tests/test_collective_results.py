@@ -172,6 +172,25 @@ def test_large_sums_broadcasts_and_exchanges(size, hosts):
     assert run_ranks(_large, size, 500_001, hosts) == [(own, exchanged) for own in gradients]
 
 
+def _beside_others(_):
+    """Collectives of which ranks send unlike numbers of messages, then torch's own in the same group."""
+    x = torch.ones(2, requires_grad=True)
+    results = [dac.broadcast(x, 1), *dac.gather(x, 0), dac.permute(x, [(0, 1)]), dac.all_gather_stack(x)]
+    sum(result.sum() for result in results).backward()
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    with dac.compare_calls():
+        return total.tolist(), dac.all_reduce(total).tolist(), x.grad.tolist()
+
+
+@pytest.mark.parametrize("level", ["OFF", "DETAIL"])
+def test_torch_may_compare_collectives_too(level, monkeypatch):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
+    gradients = [3.0 + 1 + 1, 3.0 + 3 + 1, 3.0 + 1]
+    found = run_ranks(_beside_others, 3, group_timeout=20)
+    assert found == [([3.0] * 2, [9.0] * 2, [gradient] * 2) for gradient in gradients]
+
+
 def _ways(rank, lengths):
     """Return which of Gloo's operations sums of these lengths are made of."""
     seen = {}

@@ -1,6 +1,7 @@
 """The linear maps, run by messages between two ranks, or by torch.distributed where that is better.
 
-On Gloo all of them consist of messages, except large broadcasts and large sums over more than two ranks.
+On Gloo all of them consist of messages, except large broadcasts and large sums over more than two ranks, and
+all where ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` makes torch compare collectives.
 Gloo's own collectives fill a part of a buffer, or end the process, where ranks' lengths differ, and so do
 messages of another length. But the tags of messages identify the call, its shapes and the dtype, so that a
 message never meets a buffer of another shape, dtype or collective, even where ranks take part in different
@@ -130,7 +131,9 @@ def best_way(linear_map: Map, x: torch.Tensor) -> Way:
     who, kind = linear_map.who, linear_map.kind
     if not linear_map.needs_others:
         return partial(begin_alone, linear_map)
-    if not (x.is_cpu and "cpu:gloo" in dist.get_backend_config(who.group)):
+    is_gloo = x.is_cpu and "cpu:gloo" in dist.get_backend_config(who.group)
+    # There torch counts messages like collectives, and ranks with unlike numbers of them seem out of step.
+    if not is_gloo or dist.get_debug_level() == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
         return partial(begin_native, linear_map)
     if kind in ("broadcast", "all_reduce", "reduce"):
         nbytes = x.nbytes
