@@ -252,6 +252,7 @@ def _form(value: Any, *, is_tensor: bool) -> Any:
     """Return what plans depend on of an argument; it has a hash if an equal one makes an equal plan."""
     if isinstance(value, (list, tuple)):
         return tuple([_form(one, is_tensor=is_tensor) for one in value])
-    if hasattr(value, "__iter__") and not isinstance(value, str):  # lengths may change in place
+    # Anything else may change in place between two calls, as the values of a dict do.
+    if value is not None and not isinstance(value, (str, int, torch.distributed.ReduceOp.RedOpType)):
         return (value.shape, value.dtype, value.device) if is_tensor else []
     return type(value), value  # 1, 1.0 and True are equal

@@ -105,7 +105,7 @@ def compare_calls(enabled: bool = True) -> Iterator[None]:
         CollectiveError: From the call: a rank did not come to it before the group's timeout.
 
     Cost:
-        One all-gather of 33 bytes for each call.
+        One all-gather of 40 bytes for each call.
 
     Example:
         >>> with compare_calls():  # doctest: +SKIP
