@@ -495,9 +495,6 @@ class BadLoop(Loop):
         for parameter in self.ddp.parameters():
             parameter.data = parameter.data.transpose(0, -1).contiguous().transpose(0, -1)
 
-    def step_first(self):
-        self.optimizers[0].step()
-
     def two_passes_in_closure(self):
         def run():
             self.backward()
@@ -536,74 +533,71 @@ def _halves(ddp):
     return [torch.optim.SGD(list(ddp.parameters())[part::2], lr=0.1) for part in range(2)]
 
 
-def _in_loop(words, kind, text, *, make=one_adamw, overlap=None, **options):
-    return words, kind, text, make, overlap or {}, options
+def _in_loop(words, text, *, kind=ConfigError, make=one_adamw, overlap=None, **options):
+    return words, text, kind, make, overlap or {}, options
 
 
 IN_LOOPS = {
-    "again": _in_loop("overlap backward backward", DoubleBackwardError, "zero_grad"),
+    "again": _in_loop("overlap backward backward", "zero_grad", kind=DoubleBackwardError),
     "again, view": _in_loop(
         "overlap to_zeros backward zero backward backward",
-        DoubleBackwardError,
         "zero_grad",
+        kind=DoubleBackwardError,
         gradient_as_bucket_view=True,
     ),
-    "again in no_sync": _in_loop("overlap backward no_sync backward", DoubleBackwardError, "zero_grad"),
-    "again in pause": _in_loop("overlap backward pause backward", DoubleBackwardError, "zero_grad"),
-    "again after clipping": _in_loop("overlap backward clip backward", DoubleBackwardError, "zero_grad"),
+    "again in no_sync": _in_loop("overlap backward no_sync backward", "zero_grad", kind=DoubleBackwardError),
+    "again in pause": _in_loop("overlap backward pause backward", "zero_grad", kind=DoubleBackwardError),
+    "again after clipping": _in_loop("overlap backward clip backward", "zero_grad", kind=DoubleBackwardError),
     "one is left": _in_loop(
         "overlap backward step keep_one backward",
-        DoubleBackwardError,
         "zero_grad",
+        kind=DoubleBackwardError,
         find_unused_parameters=True,
     ),
     "of a parameter that has left": _in_loop(
         "overlap train backward step drop_group zero_the_rest backward",
-        DoubleBackwardError,
         r"zero_grad\(\) of the model",
+        kind=DoubleBackwardError,
         make=_two_groups,
     ),
-    "pre-hook": _in_loop("overlap pre_hook backward", ConfigError, "pre-hook"),
+    "pre-hook": _in_loop("overlap pre_hook backward", "pre-hook"),
     "post-hook without step()": _in_loop(
-        "overlap backward post_hook zero backward", ConfigError, "AdamW has a step post-hook"
+        "overlap backward post_hook zero backward", "AdamW has a step post-hook"
     ),
-    "added": _in_loop("overlap train add_foreign backward", ConfigError, "model averages"),
-    "unfrozen": _in_loop(
-        "overlap train unfreeze backward", ConfigError, "model averages", make_net=_frozen_layer
-    ),
+    "added": _in_loop("overlap train add_foreign backward", "model averages"),
+    "unfrozen": _in_loop("overlap train unfreeze backward", "model averages", make_net=_frozen_layer),
     "a gradient by hand": _in_loop(
-        "overlap train set_one backward", ConfigError, "model averages", make_net=_frozen_layer
+        "overlap train set_one backward", "model averages", make_net=_frozen_layer
     ),
-    "layout": _in_loop("overlap train lay_out_columns_first backward", ConfigError, "layout"),
+    "layout": _in_loop("overlap train lay_out_columns_first backward", "layout"),
     "loaded": _in_loop(
-        "overlap train load_differentiable backward", UnsupportedOptimizerError, "differentiable=True"
+        "overlap train load_differentiable backward", "differentiable=True", kind=UnsupportedOptimizerError
     ),
     "loaded, coupled": _in_loop(
         "overlap train load_coupled backward",
-        UnsupportedOptimizerError,
         "first parameter of a group",
+        kind=UnsupportedOptimizerError,
         make=_adafactor,
         make_net=_two_dtypes,
         find_unused_parameters=True,
     ),
     "released, not stepped": _in_loop(
         "overlap train drop_group backward",
-        ConfigError,
         "release_gradients",
         make=_two_groups,
         overlap={"release_gradients": True},
     ),
     # Not every backward pass is a step.
-    "step() left out": _in_loop("overlap train backward zero backward", ConfigError, "was not called"),
+    "step() left out": _in_loop("overlap train backward zero backward", "was not called"),
     "optimizers take turns": _in_loop(
-        "overlap backward step_first zero backward", ConfigError, "was not called", make=_halves
+        "overlap backward step_one zero backward", "was not called", make=_halves
     ),
-    "two passes in a closure": _in_loop("overlap two_passes_in_closure", ConfigError, "was not called"),
+    "two passes in a closure": _in_loop("overlap two_passes_in_closure", "was not called"),
 }
 
 
 @runs.cases(IN_LOOPS)
-def check_loop(words, kind, text, make, overlap, options):
+def check_loop(words, text, kind, make, overlap, options):
     loop = BadLoop(make, overlap, **options)
     before, _, last = words.rpartition(" ")
     loop.follow(before)
