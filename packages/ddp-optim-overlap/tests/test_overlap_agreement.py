@@ -61,15 +61,22 @@ def check_a_pause_on_one_rank_only(options):
             runs.assert_same(tensor, first)
 
 
-LIMITS = {
-    "limit": (ByValue(1.0), ByValue(2.0), "max_value is 1.0 on ranks 0, 2, 2.0 on rank 1"),
-    "policy": (None, ByValue(2.0), "clip is 'NoneType' on ranks 0, 2, 'ByValue' on rank 1"),
+OPTIONS = {
+    "limit": (
+        {"clip": ByValue(1.0)},
+        {"clip": ByValue(2.0)},
+        "max_value is 1.0 on ranks 0, 2, 2.0 on rank 1",
+    ),
+    "policy": ({}, {"clip": ByValue(2.0)}, "clip is 'NoneType' on ranks 0, 2, 'ByValue' on rank 1"),
+    "release": ({}, {"release_gradients": True}, "release_gradients is False on ranks 0, 2, True on rank 1"),
 }
 
 
-@runs.cases(LIMITS if GROUPS_END_WITHOUT_GIL else {})
-def check_limits(most, odd, words):
-    ddp, optimizer, handle = runs.start(runs.sgd, options={"clip": odd if dist.get_rank() == 1 else most})
+@runs.cases(OPTIONS if GROUPS_END_WITHOUT_GIL else {})
+def check_options(most, odd, words):
+    """Ranks that release gradients ask together for fewer buckets, whether parameters were used."""
+    options = odd if dist.get_rank() == 1 else most
+    ddp, optimizer, handle = runs.start(runs.sgd, options=options, find_unused_parameters=True)
     before = runs.snapshot(ddp)
     with pytest.raises(RuntimeError, match=words):
         runs.backward(ddp, runs.batches(1)[0])
@@ -77,6 +84,24 @@ def check_limits(most, odd, words):
         with pytest.raises(ConfigError, match=words):
             call()
     runs.assert_same(runs.snapshot(ddp), before)
+
+
+@contextlib.contextmanager
+def _removed(handle):
+    handle.remove()
+    yield
+
+
+@runs.cases({"stepping": (contextlib.nullcontext,), "pause": (runs.paused,), "removed": (_removed,)})
+def check_join_that_divides_by_ranks_with_data(around):
+    """DDP divides by their number only without a hook; one that is given averages as without the overlap."""
+    ddp, optimizer, handle = runs.start(runs.sgd, process_group=dist.new_group())
+    before = runs.snapshot(ddp)
+    refused = pytest.raises(RuntimeError, match="divide_by_initial_world_size")
+    with around(handle), refused, ddp.join(divide_by_initial_world_size=False):
+        runs.train_on(ddp, optimizer, runs.batches(dist.get_rank()))
+    runs.assert_same(runs.snapshot(ddp), before)
+    dist.barrier()
 
 
 check = runs.on_ranks(__name__, 3, timeout=120, group_timeout=40)

@@ -177,6 +177,11 @@ def one_sgd(ddp):
 @runs.cases(
     {
         "hook": (lambda ddp: _hook(ddp, FunctionalSGD(0.1), list(ddp.module.conv.parameters())), [0, 1]),
+        "hook, none of them": (lambda ddp: _hook(ddp, FunctionalSGD(0.1), []), []),
+        "in backward, none of them": (
+            lambda ddp: ddp.register_comm_hook(None, apply_optim_in_backward_hook(False)),
+            [],
+        ),
         "fused": (
             lambda ddp: register_fused_optim(
                 ddp, torch.optim.SGD, 0.1, optim_params=ddp.module.conv.parameters()

@@ -4,6 +4,7 @@ import overlap_runs as runs
 import pytest
 import torch
 from torch.distributed._composable.replicate import replicate
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import CompressState, bf16_compress_hook
 from ddp_optim_overlap import ConfigError, UnsupportedOptimizerError, overlap_optimizer
@@ -97,6 +98,55 @@ def check_refused(wrap, kind, words):
     ddp = runs.make_ddp()
     with pytest.raises(kind, match=words):
         overlap_optimizer(ddp, wrap(runs.adamw(ddp)), steps_per_parameter=True)
+
+
+class FewBits(torch.Tensor):
+    """A quantized class that knows one operator: ``Parameter`` needs it."""
+
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
+
+    def __init__(self, codes, scale):
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
+        if function is not torch.ops.aten.detach.default:
+            raise NotImplementedError(f"{function} of few bits")
+        return cls(arguments[0].codes, arguments[0].scale)
+
+
+class Adapted(torch.nn.Module):
+    """A frozen weight of few bits, and an adapter that trains."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        codes = torch.arange(64, dtype=torch.int8).view(8, 8)
+        self.weight = torch.nn.Parameter(FewBits(codes, torch.tensor(0.01)), requires_grad=False)
+        self.adapter = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = x.flatten(1)[:, :8]
+        return x @ (self.weight.codes * self.weight.scale) + self.adapter(x)
+
+
+@runs.cases({"kept": ({},), "released": ({"release_gradients": True},)})
+@runs.as_ordinary
+def check_frozen_weights_of_a_quantized_class(options, *, overlapped):
+    """DDP was told to leave it out."""
+    net = torch.nn.Sequential(Adapted(), torch.nn.Linear(8, 8))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.weight"])
+    ddp = runs.make_ddp(net)
+    trained = [one for one in net.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    if overlapped:
+        overlap_optimizer(ddp, optimizer, **options)
+    for x in runs.batches(3):
+        runs.backward(ddp, x)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [one.detach().clone() for one in trained], optimizer.state_dict()
 
 
 def check_module_of_fsdp():

@@ -73,7 +73,8 @@ class OptimizerHookState:
         functional = self.functional_optimizer
         if isinstance(functional, torch.optim.Optimizer):
             return self._stepper
-        parameters = self.params_to_optimize or averaged_parameters(ddp)
+        chosen = self.params_to_optimize
+        parameters = averaged_parameters(ddp) if chosen is None else chosen
         return Stepper([ParameterwiseOptimizer(parameters, lambda one: functional.step_param(one, one.grad))])
 
 

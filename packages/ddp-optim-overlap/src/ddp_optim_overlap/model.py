@@ -87,6 +87,18 @@ def require_ddp_options(ddp: DistributedDataParallel) -> None:
         )
 
 
+def require_all_ranks(ddp: DistributedDataParallel) -> None:
+    """Raise if the model's own average is not over all ranks; DDP tells no hook over how many it is.
+
+    ``join()`` leaves its option in an attribute of the model. No public name up to torch 2.15.
+    """
+    if not getattr(ddp, "_divide_by_initial_world_size", True):
+        raise ConfigError(
+            "join(divide_by_initial_world_size=False) divides by the number of ranks with data, which a hook "
+            "does not know: leave it out, or give comm_hook=, for which DDP does not do so either"
+        )
+
+
 def require_one_first_bucket(ddp: DistributedDataParallel) -> None:
     """Raise if a model of a static graph has several buckets in its first backward pass.
 

@@ -27,7 +27,7 @@ class ParameterwiseOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Iterable[torch.Tensor], step_one: Callable[[torch.Tensor], object]) -> None:
-        super().__init__(params, {})
+        super().__init__([{"params": list(params)}], {})  # there may be none
         self._step_one = step_one
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

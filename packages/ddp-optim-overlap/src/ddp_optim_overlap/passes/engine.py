@@ -13,7 +13,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.errors import ConfigError, OverlapError, StepError, StepReport, kind_of_failure
-from ddp_optim_overlap.model import may_leave_out, require_ddp_options, require_one_first_bucket
+from ddp_optim_overlap.model import (
+    averaged_parameters,
+    may_leave_out,
+    require_all_ranks,
+    require_ddp_options,
+    require_one_first_bucket,
+)
 from ddp_optim_overlap.optimizers.stepper import Stepper
 from ddp_optim_overlap.passes.averaging import plain_average
 from ddp_optim_overlap.passes.backward_pass import BackwardPass, PassState, TaskMark, is_inside_node
@@ -70,15 +76,15 @@ class Engine:
         release: GradientRelease | None = None,
         passes: int = 0,
     ) -> None:
-        parameters = list(model.parameters())  # frozen ones may be unfrozen later
-        self.gradients = GradientWatch(parameters, None if release is None else release.memory.restore)
-        self._known_buckets = KnownBuckets(parameters)
+        averaged = averaged_parameters(model)  # frozen ones may be unfrozen later
+        self.gradients = GradientWatch(averaged, None if release is None else release.memory.restore)
+        self._known_buckets = KnownBuckets(model.parameters())
         self._release = release
         self.paused = False
         self.report = StepReport()
         self._stepper = stepper
         self._comm_hook: Callable[[Any, GradBucket], torch.futures.Future[Any]]
-        self._comm_hook = comm_hook or plain_average(model)
+        self._comm_hook, self._averages_like_ddp = comm_hook or plain_average(model), comm_hook is None
         self._process_group = group = model.process_group
         self._comm_state = group if comm_hook is None else comm_state
         self._model = weakref.ref(model)
@@ -176,6 +182,8 @@ class Engine:
         steps = not self.paused and worker is not None and inside_backward()
         state, number = (PassState.STEPS, self.report.number + 1) if steps else (PassState.AVERAGES, 0)
         self._current = current = BackwardPass(self._stepper, state, number, self._current.pace)
+        if model is not None and self._averages_like_ddp:
+            require_all_ranks(model)
         if worker is None:
             self._compare_after_error()
             return
@@ -462,6 +470,7 @@ class Engine:
         return {
             "communication hook": getattr(hook, "__qualname__", type(hook).__qualname__),
             "parameters may be unused": self._shares_used,
+            "release_gradients": self._release is not None,  # then they ask for fewer buckets at once
             **self._progress(),
             **self._stepper.terms(),
         }
