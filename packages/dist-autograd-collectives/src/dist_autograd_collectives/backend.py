@@ -131,9 +131,7 @@ def best_way(linear_map: Map, x: torch.Tensor) -> Way:
     who, kind = linear_map.who, linear_map.kind
     if not linear_map.needs_others:
         return partial(begin_alone, linear_map)
-    is_gloo = x.is_cpu and "cpu:gloo" in dist.get_backend_config(who.group)
-    # There torch counts messages like collectives, and ranks with unlike numbers of them seem out of step.
-    if not is_gloo or dist.get_debug_level() == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
+    if _torch_compares() or not (x.is_cpu and "cpu:gloo" in dist.get_backend_config(who.group)):
         return partial(begin_native, linear_map)
     if kind in ("broadcast", "all_reduce", "reduce"):
         nbytes = x.nbytes
@@ -147,6 +145,14 @@ def best_way(linear_map: Map, x: torch.Tensor) -> Way:
         if is_summed and not is_small and who.size > 2:
             return partial(begin_native, linear_map)
     return messages(linear_map, x)
+
+
+def _torch_compares() -> bool:
+    """Return whether torch compares collectives between ranks.
+
+    It counts messages like collectives then, and ranks with unlike numbers of them seem out of step.
+    """
+    return bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
 
 
 def begin_alone(linear_map: Map, tensors: Tensors, _: int) -> Wait:
@@ -306,9 +312,10 @@ def _start_of_common_dtype(x: torch.Tensor, linear_map: Map) -> Callable[[], tor
         whole = pad(x, sum(linear_map.received.lengths))
         return start_traceable_collective("broadcast", whole, linear_map.root, who.name)
     sends, receives = linear_map.sent.lengths, linear_map.received.lengths
-    if kind == "all_gather" and min(receives) == max(receives):
+    # Up to torch 2.9 Gloo has neither of these two where torch compares collectives.
+    if kind == "all_gather" and min(receives) == max(receives) and not _torch_compares():
         return start_traceable_collective("all_gather_into_tensor", x, who.size, who.name)
-    if kind == "reduce_scatter" and min(sends) == max(sends):
+    if kind == "reduce_scatter" and min(sends) == max(sends) and not _torch_compares():
         return start_traceable_collective("reduce_scatter_tensor", x, "sum", who.size, who.name)
     if kind == "all_gather":
         # Not torch.cat, which changes dtypes under autocast.
