@@ -101,6 +101,26 @@ def _raises(rank, case):
     assert _steps(state) == steps + 1
 
 
+def _closed_inside(_):
+    """What the buckets before it have lost was fed back in this pass, and must not be once more."""
+    net, state = Layers(), make_state("feedback both")
+    ddp = _wrap(net, state, bucket_cap_mb=0.03)
+    for number in range(2):
+        _backward(ddp, number)
+    before = _own(state)
+    handle = net.layers[2].weight.register_hook(lambda _: state.close())
+    _backward(ddp, 2)
+    handle.remove()
+    assert differences(before, _own(state)).keys() == before.keys()
+    assert _steps(state) == 3
+    state.discard_step()
+    assert_same(before, _own(state))
+
+
+def test_a_pass_in_which_the_state_is_closed_is_one_step():
+    run_ranks(_closed_inside, 2, timeout=60)
+
+
 def _inside_step(_):
     """Each pass is a step: a block of several would add its residuals to each of them."""
     state = make_state("feedback both")

@@ -3,11 +3,15 @@
 import copy
 import gc
 import pickle
+import threading
+import time
 import warnings
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
@@ -221,6 +225,51 @@ def test_models_with_a_common_layer_are_averaged_by_turns():
         for name in ("one", "two"):
             assert "'shared.weight'" in found.pop(f"{name} locally")[0]
         assert not found
+
+
+def _in_two_threads(rank):
+    """Each rank steps one model late, while the other waits in its next pass for the late rank."""
+    next_pass, errors = threading.Event(), []
+
+    def train(number, group):
+        late = number != rank
+        ddp, state = DistributedDataParallel(_Net(), process_group=group), _State()
+        watch = BucketWatch(ddp, "MyState", state)
+
+        def hook(state: _State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            watch.bucket_came()
+            if not late and number_of_pass == 2:
+                next_pass.set()
+            work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+            return work.get_future().then(lambda done: done.value()[0])
+
+        ddp.register_comm_hook(state, hook)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for number_of_pass in range(3):  # in the second one DDP makes its final buckets
+            optimizer.zero_grad()
+            ddp(torch.ones(2, 4)).sum().backward()
+            if late and number_of_pass == 1:
+                assert next_pass.wait(20)
+                time.sleep(0.2)  # until it waits for its average
+            optimizer.step()
+
+    def run(number, group):
+        try:
+            train(number, group)
+        except BaseException as error:  # noqa: BLE001 - of another thread
+            errors.append(error)
+
+    groups = [dist.new_group(timeout=timedelta(seconds=20)) for _ in range(2)]
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(groups)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    return errors
+
+
+def test_a_step_does_not_wait_for_a_pass_of_another_model_in_another_thread():
+    assert run_ranks(_in_two_threads, 2) == [[], []]
 
 
 def _sparse(_):

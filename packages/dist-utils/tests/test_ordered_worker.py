@@ -561,3 +561,32 @@ def _waits(rank):
 
 def test_waiting_for_the_jobs_so_far():
     assert run_ranks(_waits, 2) == [[2.0, 2.0, "ZeroDivisionError"]] * 2
+
+
+def _waits_anywhere(_):
+    """A signal comes at every line of a submission, and its handler waits, as if to save a checkpoint."""
+    worker = OrderedWorker()
+    worker.submit(_sum).wait()
+    waited = []
+
+    def handle(*_):
+        worker.wait()
+        waited.append(True)
+
+    def interrupt(frame, event, _):
+        if event == "line":
+            signal.raise_signal(signal.SIGUSR1)
+        return interrupt if frame.f_code.co_filename == worker_thread.__file__ else None
+
+    signal.signal(signal.SIGUSR1, handle)
+    sys.settrace(interrupt)
+    result = worker.submit(_sum)
+    sys.settrace(None)
+    assert result.wait() == 2
+    worker.close()
+    return len(waited) > 5
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs POSIX signals")
+def test_a_signal_handler_may_wait_in_the_middle_of_a_submission():
+    assert run_ranks(_waits_anywhere, 2, timeout=60) == [True] * 2

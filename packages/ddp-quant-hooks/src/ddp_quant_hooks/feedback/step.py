@@ -151,6 +151,7 @@ class Step:
         self.unused: list[torch.Tensor] = []
         self._running = int(kind is Kind.BLOCK)  # passes and blocks that have not ended, or have raised
         self._discarded = False
+        self._takes_passes = True
         # Reentrant checkpoints run passes inside the pass; a bucket or a call may come in any of them.
         self._tasks: set[int] = set()
         self._surrounded = False
@@ -195,8 +196,10 @@ class Step:
             return False
         larger = index > self._last_index
         if task == _OUTSIDE or self.outside:
-            return larger and self.outside and task == _OUTSIDE
-        return self._has_pass(task) or (larger and torch_compat.inside_nested_backward())
+            return larger and self.outside and task == _OUTSIDE and self._takes_passes
+        return self._has_pass(task) or (
+            larger and self._takes_passes and torch_compat.inside_nested_backward()
+        )
 
     def includes_call(self, task: int) -> bool:
         """Return whether a call on plain tensors that comes now belongs to this step.
@@ -211,7 +214,12 @@ class Step:
             return self.open
         if task == _OUTSIDE or self.outside:
             return False
-        return self._has_pass(task) or (not self.ended_well and torch_compat.inside_nested_backward())
+        more = self._takes_passes and not self.ended_well
+        return self._has_pass(task) or (more and torch_compat.inside_nested_backward())
+
+    def take_no_more_passes(self) -> None:
+        """Let no pass belong to this step but those that it has been in: it may have raised."""
+        self._takes_passes = False
 
     def _has_pass(self, task: int) -> bool:
         """Return whether a pass is one of this step's, or around them: those have smaller numbers."""

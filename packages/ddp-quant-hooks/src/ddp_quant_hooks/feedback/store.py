@@ -184,9 +184,12 @@ class Feedback:
             self._step.discard()
 
     def drop_failed_step(self) -> None:
-        """Let what comes next not be taken for a part of a backward pass that raised."""
-        if self._step is not None and not (self._step.ended_well or self._step.open):
-            self._step = None
+        """Let what comes next not be taken for a part of a backward pass that raised.
+
+        Where the pass goes on, as ``close()`` was called inside it, it is one step to its end.
+        """
+        if self._step is not None:
+            self._step.take_no_more_passes()
 
     @property
     def steps(self) -> int:

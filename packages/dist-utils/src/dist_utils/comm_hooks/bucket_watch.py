@@ -11,7 +11,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -105,6 +105,20 @@ class BucketWatch:
         return owner is not None and any(state is owner for _, state in hooks)
 
 
+class _Stepped(NamedTuple):
+    """What an optimizer steps of a model.
+
+    Attributes:
+        everything: All that it steps, of this model and of others, by id.
+        averaged: Whether a bucket of the model holds some of it.
+        outside: The parameters of the model that no bucket holds.
+    """
+
+    everything: tuple[int, ...]
+    averaged: bool
+    outside: list[torch.Tensor]
+
+
 class _Passes:
     """What backward passes of a model have left behind.
 
@@ -126,9 +140,9 @@ class _Passes:
         self._ddp = weakref.ref(ddp, lambda _: nodes.clear())  # a watch may live longer than its model
         self._unheard: set[int] = set()
         """The parameters that have another node since: DDP takes them for unused."""
-        self._outside: weakref.WeakKeyDictionary[
-            torch.optim.Optimizer, tuple[tuple[int, ...], list[torch.Tensor]]
-        ] = weakref.WeakKeyDictionary()
+        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Stepped] = (
+            weakref.WeakKeyDictionary()
+        )
         averaged = _averaged_parameters(ddp)
         may_be_unused = ddp.find_unused_parameters or ddp.static_graph  # that one in its first pass
         self.averaged = frozenset(map(id, averaged))
@@ -165,16 +179,18 @@ class _Passes:
         Raises:
             UnaveragedGradientsError: It would.
         """
-        ddp = self._ddp()
-        waits = ddp is not None and not inside_backward() and not _is_finished(ddp)
         if not self.watches:
             self.end()
-        elif (self.unaveraged or waits) and (found := self._unaveraged_in(optimizer, every=waits)):
+            return
+        ddp, stepped = self._ddp(), self._stepped_by(optimizer)
+        # Another thread may be in a pass of another model: DDP would answer at its end, when the ranks meet.
+        waits = ddp is not None and stepped.averaged and not inside_backward() and not _is_finished(ddp)
+        if (self.unaveraged or waits) and (found := self._unaveraged_in(optimizer, every=waits)):
             del ddp
             gc.collect()  # a model is part of cycles: an earlier one may only seem to exist
             if (ddp := self._ddp()) is not None:
                 self._refuse(ddp, found, waits=waits)
-        elif outside := [one for one in self._parameters_outside(optimizer) if one.grad is not None]:
+        elif outside := [one for one in stepped.outside if one.grad is not None]:
             self._refuse_outside(outside)
 
     def _listen_to(self, name: str, parameter: torch.Tensor, *, may_be_unused: bool) -> RemovableHandle:
@@ -238,15 +254,17 @@ class _Passes:
                 found[id(parameter)] = name
         return found
 
-    def _parameters_outside(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """Return the parameters of the model that an optimizer steps and no bucket holds."""
-        stepped = tuple(map(id, _parameters_of(optimizer)))
-        known = self._outside.get(optimizer)
-        if known is None or known[0] != stepped:
+    def _stepped_by(self, optimizer: torch.optim.Optimizer) -> _Stepped:
+        """Return what an optimizer steps of the model."""
+        everything = tuple(map(id, _parameters_of(optimizer)))
+        known = self._stepped.get(optimizer)
+        if known is None or known.everything != everything:
             others = [one for one in _parameters_of(optimizer) if id(one) not in self.averaged]
             members = self._names_not_averaged() if others else {}
-            known = self._outside[optimizer] = stepped, [one for one in others if id(one) in members]
-        return known[1]
+            outside = [one for one in others if id(one) in members]
+            known = _Stepped(everything, not self.averaged.isdisjoint(everything), outside)
+            self._stepped[optimizer] = known
+        return known
 
     def _names_not_averaged(self) -> dict[int, str]:
         """Return the names of the model's parameters that no bucket holds and DDP does not ignore, by id."""

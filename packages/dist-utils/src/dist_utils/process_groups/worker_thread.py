@@ -53,7 +53,7 @@ class WorkerThread:
         self._jobs: queue.SimpleQueue[Job[Any] | threading.Event | None] = queue.SimpleQueue()
         self._paused: deque[Job[Any]] = deque()  # jobs in parts, the oldest first
         self._ended = False
-        self._ending = threading.Lock()
+        self._ending = threading.RLock()  # a signal handler may wait for jobs in the middle of submit
         # torch's registry is the only owner of the group, so the group's end is ours. A weakref
         # callback may run anywhere, in the middle of submit too: it only puts, which is reentrant.
         self._group = weakref.ref(group, lambda _: self._jobs.put(None))
