@@ -105,9 +105,8 @@ def test_modes_of_ddp_do_not_confuse_the_trial():
 CANDIDATES = {"4 bits": partial(quantized, bits=4), "low rank": partial(low_rank, warm_up_steps=3)}
 
 
-def _afterwards(rank, kind):
+def _afterwards(_, kind):
     """Compare the steps from the choice on with those of the candidate; return what remains of the others."""
-    del rank
     state = AutoState(candidates={one: CANDIDATES[kind]() for one in ("one", "two")}, max_error=None)
     training, (own, hook) = Training(state), CANDIDATES[kind]()
     hooks = [(None, allreduce_hook)]

@@ -86,8 +86,7 @@ def test_ranks_that_differ_raise_before_the_first_bucket():
     run_ranks(_differences, 2, timeout=60)
 
 
-def _unfit(rank):
-    del rank
+def _unfit(_):
     for hook, error, text in (
         (_raises, CandidateError, "candidate 'unfit' of AutoState: not for this bucket"),
         (lambda _, bucket: bucket.buffer(), CandidateError, "returned a Tensor"),
@@ -103,8 +102,7 @@ def test_a_candidate_that_is_unfit_is_an_error_and_not_left_out():
     run_ranks(_unfit, 2, timeout=60)
 
 
-def _bad_arguments(rank):
-    del rank
+def _bad_arguments(_):
     with pytest.raises(TypeError, match="needs an AutoState"):
         auto_hook(QuantizedAllreduceState(), grad_bucket([torch.zeros(4)]))
     with pytest.raises(TypeError, match="Python reducer"):

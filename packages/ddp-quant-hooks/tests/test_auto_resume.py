@@ -46,8 +46,7 @@ def _choice_of_resumed(make_state):
     return run.state.choice.candidate
 
 
-def _resumes(rank):
-    del rank
+def _resumes(_):
     return [_choice_of_resumed(_maker(seconds)) for seconds in CHOSEN.values()]
 
 
@@ -56,8 +55,7 @@ def test_a_resumed_choice_is_the_uninterrupted_run():
         assert chosen == list(CHOSEN)
 
 
-def _in_the_middle(rank):
-    del rank
+def _in_the_middle(_):
 
     def started():
         return Training(AutoState(candidates={"slow": exact(SECONDS), "fast": quantized()}))

@@ -42,8 +42,7 @@ def _loss_of(ddp, generator, factor=1.0):
     return (ddp(torch.randn(8, 32, generator=generator)) * factor).sum()
 
 
-def _samples(rank):
-    del rank
+def _samples(_):
     tokens = _chosen(
         _Embeddings(), lambda ddp, draw: ddp(torch.randint(600, (16,), generator=draw)).square().sum()
     )
@@ -73,9 +72,8 @@ def test_a_candidate_with_too_large_errors_is_never_chosen():
         assert fed_back.errors["4 bits"] < 0.11, "residuals were in a sample"
 
 
-def _nothing_within(rank):
+def _nothing_within(_):
     """Return the choice where errors exclude both candidates: measured in a round, or known before."""
-    del rank
     found = []
     for max_error in (0.0036, 0.001):
         candidates = {name: quantized(block_size=size) for name, size in (("coarse", 1024), ("fine", 32))}
@@ -94,8 +92,7 @@ def test_if_all_exceed_max_error_the_most_exact_one_is_chosen_and_not_said_to_be
             assert f"; {choice.candidate} was left out" not in choice.why
 
 
-def _default(rank):
-    del rank
+def _default(_):
     state = AutoState()
     training = Training(state)
     choice, _ = training.until_chosen()

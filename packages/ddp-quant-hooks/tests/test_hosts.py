@@ -219,6 +219,7 @@ def test_nvlink_is_what_the_driver_says_of_all_pairs(monkeypatch, gpus, joined, 
 
 
 def _wrong_nodes(rank):
+    """Nodes that do not fit are refused on every rank, and a single one changes nothing."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 3], [1, 2])]
     mine = pairs[rank // 2]
     with pytest.raises(ValueError, match="needs either mesh or intra_group"):
@@ -242,10 +243,6 @@ def _wrong_nodes(rank):
     for state in (_state("0000"), QuantizedAllreduceState(min_bytes=0)):
         means[type(state)] = run_hook(state, grad_bucket([torch.ones(3)]), rank_values(1000)[rank])
     assert torch.equal(*means.values())
-
-
-def test_nodes_that_do_not_fit_are_refused_on_every_rank_and_a_single_one_changes_nothing():
-    run_ranks(_wrong_nodes, 4)
 
 
 def _trains(rank):
@@ -283,5 +280,10 @@ def _trains(rank):
         elsewhere.load_state_dict(saved, model)
 
 
-def test_residuals_on_nodes_are_the_owners_and_of_finite_steps():
-    run_ranks(_trains, 4)
+def _on_two_nodes(rank):
+    _wrong_nodes(rank)
+    _trains(rank)
+
+
+def test_nodes_that_do_not_fit_are_refused_on_every_rank_and_residuals_are_the_owners_of_finite_steps():
+    run_ranks(_on_two_nodes, 4)

@@ -45,9 +45,8 @@ def _computed(values):
     ]
 
 
-def _computed_by_default(rank, values):
+def _computed_by_default(_, values):
     """Compute in a program that has made other dtypes and devices the default, before anything is cached."""
-    del rank
     computed = []
     for dtype, device in ((torch.bfloat16, "meta"), (torch.float64, "cpu")):
         torch.set_default_dtype(dtype)

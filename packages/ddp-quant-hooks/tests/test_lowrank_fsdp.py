@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from fsdp_models import backward, gradients, needs_hooks, nodes_and_shards, sharded
+from quant_buckets import assert_same
 from torch.nn.functional import pad
 
 from ddp_quant_hooks import LowRankState, all_reduce
@@ -27,13 +28,12 @@ def _gradients(net, step):
 
 
 def _like_plain_tensors(_):
-    """Return whether gradients have the bits of all-reduces of what FSDP has reduced, also after a resume."""
+    """Gradients have the bits of all-reduces of what FSDP has reduced, also after a resume."""
     mesh = nodes_and_shards()
     ours, native, resumed = (sharded(mesh["shard"]) for _ in range(3))
     state, of_tensors, other = _state(mesh), _state(mesh), _state(mesh)
     quantize_all_reduce(ours, state)
     names = [name for name, _ in native.named_parameters()]
-    equal = []
     for step in range(STEPS):
         if step == STEPS - 1:
             other.load_state_dict(state.state_dict())
@@ -47,19 +47,12 @@ def _like_plain_tensors(_):
             for module in ("layers.2", "layers.1", "layers.0", "scale"):
                 parts = [one for name, one in padded.items() if name.startswith(module)]
                 all_reduce(parts, dist.ReduceOp.AVG, of_tensors, key=module)
-        expected = [padded[name][: len(reduced[name])] for name in names]
-        equal.append(all(map(torch.equal, found, expected)))
-        if step == STEPS - 1:
-            equal.append(all(map(torch.equal, found, _gradients(resumed, step))))
-    return equal
-
-
-def test_shards_have_the_bits_of_plain_tensors_with_their_shapes():
-    assert run_ranks(_like_plain_tensors, 4, timeout=120) == [[True] * (STEPS + 1)] * 4
+        assert_same(found, [padded[name][: len(reduced[name])] for name in names], step)
+    assert_same(found, _gradients(resumed, STEPS - 1), "resumed")
 
 
 def _several_matrices(_):
-    """Return how far the sum of equal steps is from their exact mean, and whether shards are alike."""
+    """A module of several matrices loses nothing for good: equal steps add up to their exact mean."""
     mesh, steps = nodes_and_shards(), 16
     ours, native = sharded(mesh["shard"], cut=(0, 1)), sharded(mesh, cut=(0, 1))
     state = _state(mesh, rank=4)
@@ -68,16 +61,18 @@ def _several_matrices(_):
     total = torch.zeros_like(exact)
     for _ in range(steps):
         total += torch.cat([one.flatten() for one in _gradients(ours, 0)])
-    error = (total / steps - exact).norm() / exact.norm()
-    sent = state.statistics.bytes_between_hosts / steps
-    return error.item(), same_on_all_ranks(total, mesh["node"].get_group()), sent / exact.numel()
+    assert (total / steps - exact).norm() < 0.1 * exact.norm()
+    assert same_on_all_ranks(total, mesh["node"].get_group())
+    assert state.statistics.bytes_between_hosts / steps < 0.4 * exact.numel()  # 0.625 in 4 bits
 
 
-def test_a_module_of_several_matrices_loses_nothing_for_good():
-    for error, alike, bytes_a_value in run_ranks(_several_matrices, 4, timeout=120):
-        assert error < 0.1
-        assert alike
-        assert bytes_a_value < 0.4  # 0.625 in 4 bits
+def _on_two_nodes(rank):
+    _like_plain_tensors(rank)
+    _several_matrices(rank)
+
+
+def test_shards_have_the_bits_of_plain_tensors_with_their_shapes_and_lose_nothing_for_good():
+    run_ranks(_on_two_nodes, 4, timeout=120)
 
 
 def _left_for_others(rank):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from averaging_callers import make_low_rank_state, nodes_of_one_rank
-from quant_buckets import differences, flat_residuals
+from quant_buckets import assert_same, flat_residuals
 from resumed_runs import COMPLEX, Run, differences_after_resume, resumed
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -53,8 +53,7 @@ def test_sections_have_the_bits_of_buckets_of_their_own(ranks, residual_bits):
 
 
 def _many_models(_):
-    """Return what several kinds of models and gradients give, each over some steps."""
-    found = {}
+    """Models of all kinds are averaged alike on all ranks."""
     convolutions = torch.nn.Sequential(
         torch.nn.Conv2d(3, 16, 3), torch.nn.Conv2d(16, 24, 3), torch.nn.Flatten(), torch.nn.Linear(24 * 16, 5)
     )
@@ -86,22 +85,14 @@ def _many_models(_):
             ddp.zero_grad()
             ddp(batch).abs().square().mean().backward()
         gradients = [one.grad for one in model.parameters() if one.grad is not None]
-        finite = all(one.isfinite().all() for one in gradients)
-        found[name] = finite, same_on_all_ranks(gradients), state.statistics.plain_buckets > 0
+        assert all(one.isfinite().all() for one in gradients), name
+        assert same_on_all_ranks(gradients), name
+        assert (state.statistics.plain_buckets > 0) == (name == "torch.float64"), name
         state.close()
-    return found
-
-
-def test_models_of_all_kinds_are_averaged_alike_on_all_ranks():
-    for found in run_ranks(_many_models, 2):
-        for name, (finite, same, plain) in found.items():
-            assert finite, name
-            assert same, name
-            assert plain == (name == "torch.float64"), name
 
 
 def _unused(_):
-    """Return whether ranks stay alike while some parameters take no part, and some ranks have joined."""
+    """Ranks stay alike while some parameters take no part, and some ranks have joined."""
     run = Run(
         make_low_rank_state,
         hook=low_rank_hook,
@@ -110,65 +101,41 @@ def _unused(_):
     )
     for number in range(5):
         run.step(number)
-    alike = [same_on_all_ranks([run.weights()])]
+    assert same_on_all_ranks([run.weights()])
     context = run.ddp.join() if dist.get_world_size() > 1 else nullcontext()
     with context:
         for number in range(3 + dist.get_rank()):
             run.step(number)
-    alike.append(same_on_all_ranks([run.weights()]))
+    assert same_on_all_ranks([run.weights()])
     run.state.close()
-    return alike
-
-
-def test_unused_parameters_and_uneven_ranks():
-    assert run_ranks(_unused, 2) == [[True, True]] * 2
 
 
 def _in_other_buckets(_):
-    """Return where runs that go on differ, in equal buckets, and whether others load the same file."""
-    found = differences_after_resume(make_low_rank_state, hook=low_rank_hook)
+    """Residuals and factors belong to parameters: runs go on, and others load the same file."""
+    assert differences_after_resume(make_low_rank_state, hook=low_rank_hook) == {}
     run = Run(make_low_rank_state, hook=low_rank_hook)
     for number in range(3):
         run.step(number)
     other = resumed(run.save(), make_low_rank_state, hook=low_rank_hook, bucket_cap_mb=0.01)
-    same = [
-        differences(
-            flat_residuals(one.state.state_dict(), kind), flat_residuals(run.state.state_dict(), kind)
-        )
-        for one in (other,)
-        for kind in ("own", "factor")
-    ]
-    entries = run.state.state_dict()["parameters"].values()
-    factors = [entry["slots"]["factor"]["pieces"] for entry in entries if "factor" in entry["slots"]]
-    dtypes = {values.dtype for pieces in factors for _, _, values in pieces}
+    saved = run.state.state_dict()
+    for kind in ("own", "factor"):
+        assert_same(flat_residuals(saved, kind), flat_residuals(other.state.state_dict(), kind))
+    assert {factors.dtype for factors in flat_residuals(saved, "factor").values()} == {torch.float32}
     other.step(3)
-    return found, same, same_on_all_ranks([other.weights()]), dtypes
-
-
-def test_residuals_and_factors_belong_to_parameters():
-    for found, same, alike, dtypes in run_ranks(_in_other_buckets, 2):
-        assert found == {}
-        assert same == [{}, {}]
-        assert alike
-        assert dtypes == {torch.float32}, "of factors"
+    assert same_on_all_ranks([other.weights()])
 
 
 def _copies(_):
-    """Return the arguments of a state and of its copy, and what the copy has kept."""
+    """Copies have the options alone."""
     ddp = DistributedDataParallel(torch.nn.Linear(40, 64))
     state = LowRankState(rank=2, bits=8, residual_bits=1, warm_up_steps=0, exact=["bias"], min_bytes=9)
     ddp.register_comm_hook(state.bind(ddp), low_rank_hook)
     ddp(torch.ones(2, 40)).sum().backward()
     with pytest.warns(UserWarning, match="a LowRankState pickles its options only"):
         copied = pickle.loads(pickle.dumps(state))
-    return state.arguments(), copied.arguments(), copied.state_dict()
-
-
-def test_copies_have_the_options_alone():
-    for original, copied, saved in run_ranks(_copies, 2):
-        assert original == copied
-        assert original["exact"] == ("bias",)
-        assert saved["parameters"] == saved["keys"] == {}
+    assert state.arguments() == copied.arguments()
+    assert state.arguments()["exact"] == ("bias",)
+    assert copied.state_dict()["parameters"] == copied.state_dict()["keys"] == {}
 
 
 def _refusals(_):
@@ -202,6 +169,7 @@ def test_what_does_not_work_is_refused():
 
 
 def _as_candidate(_):
+    """A choice may have it as a candidate, and follows a loss scale."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(torch.nn.Linear(200, 200))
     candidate = make_low_rank_state()
@@ -212,9 +180,15 @@ def _as_candidate(_):
     before = flat_residuals(candidate.state_dict())
     state.rescale(0.5)
     half = {name: kept / 2 for name, kept in before.items()}
-    rescaled = differences(flat_residuals(candidate.state_dict()), half) == {} and bool(before)
-    return same_on_all_ranks([ddp.module.weight.grad]) and rescaled
+    assert before
+    assert_same(half, flat_residuals(candidate.state_dict()))
+    assert same_on_all_ranks([ddp.module.weight.grad])
 
 
-def test_a_choice_may_have_it_as_a_candidate():
-    assert run_ranks(_as_candidate, 2) == [True, True]
+def _states_of_two_ranks(rank):
+    for check in (_many_models, _unused, _in_other_buckets, _copies, _as_candidate):
+        check(rank)
+
+
+def test_models_of_all_kinds_resumed_runs_copies_and_choices():
+    run_ranks(_states_of_two_ranks, 2, timeout=120)

@@ -16,8 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counting sent b
 ELEMENTS = 500_000
 
 
-def _bytes(rank):
-    del rank
+def _bytes(_):
     bucket, sent = grad_bucket([torch.ones(3)]), {}
     states = {name: make_state(name) for name in ("int8", "int4", "int8/fp16")}
     runs = {

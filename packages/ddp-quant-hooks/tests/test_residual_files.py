@@ -63,10 +63,6 @@ def _names(rank):
     assert pickled.state_dict(run.ddp)["parameters"] == {}
 
 
-def test_names_do_not_depend_on_wrappers():
-    run_ranks(_names, 2)
-
-
 def _without(name):
     return lambda saved: {key: value for key, value in saved.items() if key != name}
 
@@ -147,10 +143,6 @@ def _refusals(rank):
     run.step(3)
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing():
-    run_ranks(_refusals, 2)
-
-
 class Lines(logging.Handler):
     """The lines in the log about residuals that were dropped."""
 
@@ -202,10 +194,6 @@ def _other_buckets(rank):
         again.state.close()
 
 
-def test_residuals_follow_values_into_other_buckets():
-    run_ranks(_other_buckets, 3)
-
-
 def _other_kind(rank):
     """One rank loads residuals of keys into the state of a model: all raise, as soon as they compare."""
     run, tensors = _trained(), BOTH()
@@ -214,10 +202,6 @@ def _other_kind(rank):
     told = "loaded residuals is 'of parameters in step 3' on rank 0, 'of keys in step 1' on rank 1"
     with pytest.raises(RuntimeError, match=told):
         run.step(3)
-
-
-def test_residuals_of_another_kind_on_one_rank_are_an_error_on_all():
-    run_ranks(_other_kind, 2)
 
 
 class Weighted(torch.nn.Module):
@@ -276,10 +260,6 @@ def _bound(rank):
             state.state_dict()
 
 
-def test_a_bound_state_knows_its_model_and_its_group():
-    run_ranks(_bound, 3)
-
-
 def _other_models(rank):
     """Models with the same parameters, which rank 1 uses in the other order; and one with other names."""
     runs = [Run(BOTH) for _ in range(2)]
@@ -292,10 +272,6 @@ def _other_models(rank):
     ddp.register_comm_hook(BOTH().bind(ddp), quantized_allreduce_hook)
     with pytest.raises(RuntimeError, match="parameters of the bound model"):
         ddp(torch.ones(2, 40)).sum().backward()
-
-
-def test_states_of_other_models_are_refused():
-    run_ranks(_other_models, 2)
 
 
 def _gathers(rank):
@@ -338,26 +314,37 @@ def _gathers(rank):
     assert run.state.state_dict()["steps"] == 4
 
 
-def test_one_rank_gathers_the_residuals_of_all():
-    run_ranks(_gathers, 3)
-
-
 def _no_memory(rank):
-    """Rank 0 has no memory for what rank 1 sends: the ranks after it do not wait for it."""
+    """A rank has no memory for what another one sends: the ranks after it do not wait for it."""
     run = _trained()
-    full = mock.patch.object(checkpoint, "_memory", side_effect=MemoryError("no room")) if rank == 0 else None
-    whole = run.state.gather_state_dict()
-    with full or contextlib.nullcontext(), pytest.raises((MemoryError, TensorMismatchError), match="no room"):
-        run.state.gather_state_dict()
-    full = mock.patch.object(checkpoint, "_memory", side_effect=MemoryError("no room")) if rank == 2 else None
-    with full or contextlib.nullcontext(), pytest.raises((MemoryError, TensorMismatchError), match="no room"):
-        run.state.scatter_state_dict(whole)
+    gather, whole = run.state.gather_state_dict, run.state.gather_state_dict()
+    for failing, call in ((0, gather), (2, lambda: run.state.scatter_state_dict(whole))):
+        full = mock.patch.object(checkpoint, "_memory", side_effect=MemoryError("no room"))
+        with (
+            full if rank == failing else contextlib.nullcontext(),
+            pytest.raises((MemoryError, TensorMismatchError), match="no room"),
+        ):
+            call()
     run.state.scatter_state_dict(whole)
     run.step(3)
 
 
-def test_no_memory_for_a_file_is_an_error_on_every_rank():
-    run_ranks(_no_memory, 3, timeout=60)
+def _files_of_two_ranks(rank):
+    for check in (_names, _refusals, _other_kind, _other_models):
+        check(rank)
+
+
+def test_files_find_parameters_by_name_and_what_does_not_fit_is_refused_and_changes_nothing():
+    run_ranks(_files_of_two_ranks, 2, timeout=120)
+
+
+def _files_of_three_ranks(rank):
+    for check in (_other_buckets, _bound, _gathers, _no_memory):
+        check(rank)
+
+
+def test_residuals_follow_values_into_other_buckets_and_to_the_rank_that_gathers_them():
+    run_ranks(_files_of_three_ranks, 3, timeout=120)
 
 
 class EndsTheProcess:

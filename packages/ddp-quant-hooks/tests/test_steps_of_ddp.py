@@ -129,10 +129,6 @@ def _inside_step(_):
         _backward(ddp, 0)
 
 
-def test_a_pass_of_ddp_inside_step_is_refused():
-    run_ranks(_inside_step, 2, timeout=60)
-
-
 def _resized(_):
     """What was lost of rows that are there no more, or of a neighbor in the bucket, is not theirs."""
     for state in (make_state("feedback both"), LowRankState(min_bytes=0, rank=2, warm_up_steps=1)):
@@ -151,10 +147,6 @@ def _resized(_):
         (ddp(torch.zeros(4, 90)).sum() * 0).backward()
         assert net[1].weight.grad.count_nonzero() == 0
         state.close()
-
-
-def test_a_parameter_that_was_resized_begins_without_residuals():
-    run_ranks(_resized, 2, timeout=60)
 
 
 class Convolutions(torch.nn.Module):
@@ -209,15 +201,6 @@ def _memory_format_after_ddp(_):
     _gradients(ddp, 0)
     expected = _gradients(_wrap(copy.deepcopy(net), make_state("feedback both")), 1)
     assert_same([expected[0]], [_gradients(ddp, 1)[0]])
-
-
-def _all_memory_formats(rank):
-    _memory_formats(rank)
-    _memory_format_after_ddp(rank)
-
-
-def test_residuals_do_not_go_astray_when_a_parameter_changes_its_memory_format():
-    run_ranks(_all_memory_formats, 2, timeout=60)
 
 
 def _all_failures(rank):
@@ -275,10 +258,6 @@ def _unused(rank):
             assert differences(before, _own(state)).keys() == before.keys() - unused, (name, set_to_none)
             assert _steps(state) == number + 1
         state.close()
-
-
-def test_residuals_of_parameters_that_no_rank_uses_stay():
-    run_ranks(_unused, 2)
 
 
 def _unused_after_joining(rank):
@@ -362,15 +341,6 @@ def _inside_backward(rank):
     assert len(refused) == 2
 
 
-def _all_passes(rank):
-    for check in (_passes, _static_graph_of_several_types, _reentrant_checkpoints, _inside_backward):
-        check(rank)
-
-
-def test_every_pass_that_averages_is_one_step():
-    run_ranks(_all_passes, 2)
-
-
 POISONED = {  # the parameter with a NaN on one rank, and the state
     "in one of several buckets": ("layers.3.bias", {}),
     "in the last bucket": ("layers.0.bias", {}),
@@ -402,8 +372,24 @@ def _not_finite(rank):
         state.close()
 
 
-def test_a_step_that_is_not_finite_on_one_rank_changes_no_residual():
-    run_ranks(_not_finite, 2)
+def _steps_of_two_ranks(rank):
+    for check in (
+        _inside_step,
+        _resized,
+        _memory_formats,
+        _memory_format_after_ddp,
+        _unused,
+        _passes,
+        _static_graph_of_several_types,
+        _reentrant_checkpoints,
+        _inside_backward,
+        _not_finite,
+    ):
+        check(rank)
+
+
+def test_a_pass_that_averages_is_one_step_and_changes_the_residuals_of_what_it_used_if_it_is_finite():
+    run_ranks(_steps_of_two_ranks, 2, timeout=150)
 
 
 def _bytes_kept():

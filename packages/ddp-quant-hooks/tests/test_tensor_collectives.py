@@ -82,11 +82,6 @@ def _lists(rank):
     assert ones.tolist() == [world_size] * 9, "without a state"
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_lists_of_any_tensors_have_the_bits_of_the_formula(world_size):
-    run_ranks(_lists, world_size, timeout=120)
-
-
 def _like_the_hook(rank):
     """A list has the bits of one tensor, and that has the bits of a bucket."""
     generator = torch.Generator().manual_seed(rank)
@@ -102,12 +97,6 @@ def _like_the_hook(rank):
         all_reduce(several, AVG, states[2], key="parts")
         assert_same([averaged] * 2, [alone, torch.cat(several)])
     return [state.statistics.bytes_ratio for state in states]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_bits_are_those_of_the_hook(world_size):
-    expected = [pytest.approx(0.258, abs=0.001)] * 3
-    assert run_ranks(_like_the_hook, world_size) == [expected] * world_size
 
 
 def _shards(rank):
@@ -139,10 +128,16 @@ def _shards(rank):
     return state.statistics.bytes_sent
 
 
+def _values(rank):
+    _lists(rank)
+    return _like_the_hook(rank), _shards(rank)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_shards_are_reduced(world_size):
+def test_lists_and_shards_have_the_bits_of_the_formula_and_lists_those_of_the_hook(world_size):
     values = (world_size - 1) * 100_004
-    for sent in run_ranks(_shards, world_size):
+    for ratios, sent in run_ranks(_values, world_size, timeout=150):
+        assert ratios == [pytest.approx(0.258, abs=0.001)] * 3
         assert sent <= 3 * 1.04 * values + 8 * values, "8 bits and scales, and once fp64"
 
 
@@ -196,10 +191,6 @@ def _refusals(rank):
     return leaf.tolist()
 
 
-def test_wrong_arguments_are_refused_before_anything_is_sent():
-    assert run_ranks(_refusals, 2) == [[1.0] * 3] * 2
-
-
 def _differ(rank):
     """Ranks that call differently get an error; other differences: integration_tests/test_peers.py."""
     used, lists = make(), [torch.ones((4, 25) if rank else 100), torch.ones(4 if rank else (2, 2))]
@@ -208,10 +199,6 @@ def _differ(rank):
         all_reduce(torch.ones(9), (SUM, AVG)[rank], used)
     with pytest.raises(AgreementError, match="one dimension is"):
         all_reduce(lists, AVG, make(exact_1d=True))
-
-
-def test_ranks_that_call_differently_raise_on_every_rank():
-    run_ranks(_differ, 2)
 
 
 def _another_op(rank):
@@ -278,8 +265,14 @@ def _modes(rank):
     return kept.unique().tolist(), compiled.unique().tolist()
 
 
-def test_inference_mode_and_compilation():
-    assert run_ranks(_modes, 2, timeout=60) == [([1.5], [5.0])] * 2
+def _calls(rank):
+    _differ(rank)
+    return _refusals(rank), _modes(rank)
+
+
+def test_wrong_or_different_calls_are_refused_and_inference_mode_and_compilation_work():
+    expected = [1.0] * 3, ([1.5], [5.0])
+    assert run_ranks(_calls, 2, timeout=100) == [expected] * 2
 
 
 def _callbacks(rank):

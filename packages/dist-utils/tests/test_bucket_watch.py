@@ -148,18 +148,14 @@ def test_a_single_rank_has_nothing_to_average():
 
 
 def _large(_):
+    """One layer of a large model is noticed, and the model is not kept."""
     ddp, _watch = _model(layers=1000)
     told = _steps(ddp.module.layers[777], ddp, 1)
     held = weakref.ref(ddp)
     del ddp, _watch
     gc.collect()
-    return told[0], held() is None
-
-
-def test_one_layer_of_a_large_model_is_noticed_and_the_model_is_not_kept():
-    for told, gone in run_ranks(_large, 2):
-        assert "given some to 'layers.777.weight', 'layers.777.bias' (and perhaps" in told
-        assert gone
+    assert "given some to 'layers.777.weight', 'layers.777.bias' (and perhaps" in told[0]
+    assert held() is None
 
 
 def _closures(_):
@@ -186,11 +182,8 @@ def _closures(_):
     loss = optimizer.step(lambda: closure(ddp))
     optimizer.step(closure=lambda: closure(ddp))
     handle.remove()
-    return isinstance(loss, torch.Tensor), seen
-
-
-def test_a_closures_gradients_are_looked_at_before_the_step():
-    assert run_ranks(_closures, 2) == [(True, [(2, []), (1, ["closure"])])] * 2
+    assert isinstance(loss, torch.Tensor)
+    assert seen == [(2, []), (1, ["closure"])]
 
 
 class _Task(torch.nn.Module):
@@ -205,7 +198,8 @@ class _Task(torch.nn.Module):
 
 
 def _shared(_):
-    shared, found = torch.nn.Linear(4, 4), {}
+    """Models with a common layer are averaged by turns."""
+    shared = torch.nn.Linear(4, 4)
     models, watches = [], []
     for name in ("One", "Two"):
         ddp, state = DistributedDataParallel(_Task(shared)), _State()
@@ -213,18 +207,10 @@ def _shared(_):
         ddp.register_comm_hook(state, _hook(watches[-1]))
         models.append(ddp)
     both = torch.nn.ModuleList(models)
-    for ddp, name in zip(models, ("one", "two"), strict=True):
-        found[name] = _steps(ddp, both)
-        found[f"{name} locally"] = _steps(ddp.module, both, 1)
-    return found
-
-
-def test_models_with_a_common_layer_are_averaged_by_turns():
-    for found in run_ranks(_shared, 2):
-        assert found.pop("one") == found.pop("two") == [""] * 3
-        for name in ("one", "two"):
-            assert "'shared.weight'" in found.pop(f"{name} locally")[0]
-        assert not found
+    for ddp in models:
+        assert _steps(ddp, both) == [""] * 3
+        (told,) = _steps(ddp.module, both, 1)
+        assert "'shared.weight'" in told
 
 
 def _in_two_threads(rank):
@@ -273,6 +259,7 @@ def test_a_step_does_not_wait_for_a_pass_of_another_model_in_another_thread():
 
 
 def _sparse(_):
+    """Sparse gradients are looked at."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Embedding(4, 4, sparse=True), torch.nn.Linear(4, 4))
     ddp = DistributedDataParallel(net)
@@ -282,11 +269,7 @@ def _sparse(_):
     torch.optim.SGD(torch.nn.Linear(4, 4).parameters(), lr=0.1).step()  # of another model
     with pytest.raises(UnaveragedGradientsError) as caught:
         torch.optim.SGD(ddp.parameters(), lr=0.1).step()
-    return caught.value.parameters
-
-
-def test_sparse_gradients_are_looked_at():
-    assert run_ranks(_sparse, 2) == [("0.weight", "1.weight", "1.bias")] * 2
+    assert caught.value.parameters == ("0.weight", "1.weight", "1.bias")
 
 
 def _unused_and_dropped(_):
@@ -294,12 +277,17 @@ def _unused_and_dropped(_):
     ddp, state = DistributedDataParallel(_Net(), find_unused_parameters=True), _State()
     watch = BucketWatch(ddp, "MyState", state)
     ddp.register_comm_hook(state, _hook(watch))
-    found = _steps(ddp, ddp)
+    assert _steps(ddp, ddp) == [""] * 3
     held = [weakref.ref(ddp), *map(weakref.ref, ddp.parameters())]
     del ddp
     gc.collect()
-    return found, [one() for one in held]
+    assert [one() for one in held] == [None] * 7
 
 
-def test_a_model_with_unused_parameters_is_not_kept():
-    assert run_ranks(_unused_and_dropped, 2) == [([""] * 3, [None] * 7)] * 2
+def _steps_of_two_ranks(rank):
+    for check in (_large, _closures, _shared, _sparse, _unused_and_dropped):
+        check(rank)
+
+
+def test_gradients_of_any_kind_of_model_are_looked_at_before_a_step_and_no_model_is_kept():
+    run_ranks(_steps_of_two_ranks, 2)

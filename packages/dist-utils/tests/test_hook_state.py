@@ -93,18 +93,13 @@ def _refused(rank):
     dist.barrier()
     state.close()
     state.require_same_call("call", {}, ())
-    return texts, state.worker.submit(_sum).wait()
-
-
-def test_a_refusal_is_raised_until_the_state_is_closed():
-    for texts, total in run_ranks(_refused, 2):
-        for text in texts:
-            assert "rank is 0 on rank 0, 1 on rank 1" in text
-        assert total == 2.0
+    assert state.worker.submit(_sum).wait() == 2.0
+    for text in texts:
+        assert "rank is 0 on rank 0, 1 on rank 1" in text
 
 
 def _agreed(rank):
-    """Return for buckets whether they stand for one that came before, by what a state has noted there."""
+    """A bucket that comes again is one object, in which a state may note something, until it changes."""
     state = _State()
     one, other, wide = (torch.nn.Parameter(torch.ones(2, 3)) for _ in range(3))
     state.begin_bucket("hook", SimulatedBucket(one, other, wide)).plan = "noted"
@@ -126,14 +121,9 @@ def _agreed(rank):
     state.begin_bucket("hook", SimulatedBucket(one, other, wide)).plan = "noted"
     state.close()
     found["after close()"] = is_known("hook", one, other, wide)
+    assert [what for what, known in found.items() if known] == ["again", "still there"]
     state.fail(RuntimeError("stop"))
-    return found, _text(state.begin_bucket, "hook", SimulatedBucket(one, other, wide))
-
-
-def test_a_bucket_that_comes_again_is_one_object_until_something_about_it_changes():
-    for found, text in run_ranks(_agreed, 2):
-        assert [what for what, known in found.items() if known] == ["again", "still there"]
-        assert text == "stop"
+    assert _text(state.begin_bucket, "hook", SimulatedBucket(one, other, wide)) == "stop"
 
 
 def _fails_alone(rank, error, kind):
@@ -317,10 +307,15 @@ def _terms(rank):
     del ddp, caught
     ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
     state.bind(ddp)
-    return asked, _text(state.require_same_call, "call", {}, ())
+    assert asked == [1, 2]
+    told = _text(state.require_same_call, "call", {}, ())
+    assert "bits is 8 on rank 0" in told, "a state with an error keeps it when it is bound"
 
 
-def test_terms_are_compared_once_and_again_after_close_and_bind():
-    for asked, text in run_ranks(_terms, 2):
-        assert asked == [1, 2]
-        assert "bits is 8 on rank 0" in text, "a state with an error keeps it when it is bound"
+def _compared(rank):
+    for check in (_refused, _agreed, _terms):
+        check(rank)
+
+
+def test_terms_and_buckets_are_compared_once_and_refusals_stay_until_the_state_is_closed():
+    run_ranks(_compared, 2)

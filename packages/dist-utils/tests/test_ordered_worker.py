@@ -420,19 +420,12 @@ def test_the_first_error_is_given_to_every_later_job_and_ends_the_peers_wait():
 
 
 def _fail_at_once(rank):
-    """All ranks fail in their first job, where the others may not be connected yet."""
-    errors = []
+    """All ranks fail in their first job, where the others may not be connected yet: each raises its own."""
     for _ in range(5):
         with OrderedWorker() as worker:
-            errors.append(_error_of(worker.submit(lambda _: 1 / 0)))
+            text = _error_of(worker.submit(lambda _: 1 / 0))
+        assert "ZeroDivisionError: division by zero" in text
         dist.barrier()
-    return errors
-
-
-def test_every_rank_raises_its_own_error_where_the_first_job_fails_on_all():
-    for errors in run_ranks(_fail_at_once, 2):
-        for text in errors:
-            assert "ZeroDivisionError: division by zero" in text
 
 
 def _error_reaches_ddp(rank):
@@ -442,10 +435,6 @@ def _error_reaches_ddp(rank):
     model.register_comm_hook(None, lambda state, bucket: worker.submit(lambda _: 1 / 0))
     with pytest.raises(RuntimeError, match="ZeroDivisionError: division by zero"):
         model(torch.ones(2, 4)).sum().backward()
-
-
-def test_an_error_of_a_job_raises_in_backward():
-    run_ranks(_error_reaches_ddp, 2)
 
 
 def test_the_interpreter_exits_with_an_open_worker():
@@ -505,7 +494,8 @@ def test_submitting_a_job_leaves_the_bits_of_the_callers_products(threads, monke
         assert torch.equal(before, after)
 
 
-def _keys_of_workers(rank):
+def _leave_no_keys(rank):
+    """Workers that have ended leave nothing in the store."""
     store = default_store()
     dist.barrier()
     before = store.num_keys()
@@ -514,33 +504,25 @@ def _keys_of_workers(rank):
         with OrderedWorker() as worker:
             worker.submit(_sum).wait()
     dist.barrier()
-    return store.num_keys() - before
-
-
-def test_workers_that_have_ended_leave_nothing_in_the_store():
-    assert run_ranks(_keys_of_workers, 2) == [0, 0]
+    assert store.num_keys() == before
+    dist.barrier()
 
 
 def _requests_after_an_error(rank):
-    """Return how often closing has asked the store: a worker beside one that has failed, and a later one."""
-    asked = []
-    connect = worker_thread.store_connection
+    """After an error no worker of the group waits for the store as it ends; a later one asks it again."""
     workers = [OrderedWorker(), OrderedWorker()]
     for worker in workers:
         worker.submit(_sum).wait()
-    worker_thread.store_connection = lambda: asked.append("closing") or connect()
     failed, other = workers
-    failed.fail(RuntimeError("a peer is gone"))
-    other.close()
-    beside = len(asked)
-    with OrderedWorker() as later:
-        later.submit(_sum).wait()
-        started = len(asked)
-    return beside, len(asked) - started
-
-
-def test_after_an_error_no_worker_of_the_group_waits_for_the_store_as_it_ends():
-    assert run_ranks(_requests_after_an_error, 2) == [(0, 1), (0, 1)]
+    connect = worker_thread.store_connection
+    with mock.patch.object(worker_thread, "store_connection", wraps=connect) as asked:
+        failed.fail(RuntimeError("a peer is gone"))
+        other.close()
+        assert asked.call_count == 0
+        with OrderedWorker() as later:
+            later.submit(_sum).wait()
+            started = asked.call_count
+        assert asked.call_count == started + 1
 
 
 def _waits(rank):
@@ -556,11 +538,16 @@ def _waits(rank):
     seen.append(type(worker.error).__name__)
     worker.close()
     worker.wait()
-    return seen
+    assert seen == [2.0, 2.0, "ZeroDivisionError"]
 
 
-def test_waiting_for_the_jobs_so_far():
-    assert run_ranks(_waits, 2) == [[2.0, 2.0, "ZeroDivisionError"]] * 2
+def _ends_of_jobs(rank):
+    for check in (_leave_no_keys, _error_reaches_ddp, _waits, _fail_at_once, _requests_after_an_error):
+        check(rank)
+
+
+def test_jobs_are_waited_for_their_errors_reach_backward_and_their_ends_leave_nothing_in_the_store():
+    run_ranks(_ends_of_jobs, 2)
 
 
 def _waits_anywhere(_):
