@@ -192,12 +192,22 @@ def _turned(rank):
     assert torch.equal(*means)
 
 
+def _first_step(rank):
+    """A first step has factors to begin with: a matrix of their rank is averaged at once."""
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randn(60, 1, generator=generator) @ torch.randn(1, 40, generator=generator)
+    exact = values / 2
+    dist.all_reduce(exact)
+    all_reduce(values, dist.ReduceOp.AVG, make_low_rank_state(warm_up_steps=0), key="a")
+    assert (values - exact).norm() < 0.5 * exact.norm()
+
+
 def _other_steps(rank):
-    for check in (_rescaled, _zero_first, _turned):
+    for check in (_first_step, _rescaled, _zero_first, _turned):
         check(rank)
 
 
-def test_steps_with_another_loss_scale_or_another_shape_or_after_zeros():
+def test_first_steps_and_steps_with_another_loss_scale_or_another_shape_or_after_zeros():
     run_ranks(_other_steps, 2)
 
 

@@ -330,7 +330,7 @@ def _no_memory(rank):
 
 
 def _files_of_two_ranks(rank):
-    for check in (_names, _refusals, _other_kind, _other_models):
+    for check in (_other_models, _names, _refusals, _other_kind):
         check(rank)
 
 
