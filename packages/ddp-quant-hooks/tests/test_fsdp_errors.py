@@ -6,7 +6,16 @@ import warnings
 
 import pytest
 import torch
-from fsdp_models import Halves, Net, backward, needs_hooks, nodes_and_shards, sharded, state_between
+from fsdp_models import (
+    Halves,
+    Net,
+    backward,
+    gradients,
+    needs_hooks,
+    nodes_and_shards,
+    sharded,
+    state_between,
+)
 from gathered_weights import gather_in_few_bits
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 from ddp_quant_hooks.fsdp import quantize_all_reduce, quantize_reduce_scatter
 from dist_utils import AgreementError
-from dist_utils.testing import run_ranks
+from dist_utils.testing import run_ranks, same_on_all_ranks
 
 
 def _refused(error, match, call, *arguments):
@@ -52,9 +61,25 @@ def _parts_of_tensor_parallelism(_):
         _refused(AgreementError, other_parts, quantize_all_reduce, Halves(mesh, mesh["shard"]), state)
 
 
+def _other_ranks_of_the_mesh(rank):
+    """Who shares no exchange with this rank, but FSDP's own, must do as it does."""
+    mesh = nodes_and_shards()
+    node, shard = mesh.get_coordinate()
+    for function, model, of, group in (
+        (quantize_all_reduce, sharded(mesh["shard"]), shard, mesh["node"]),
+        (quantize_reduce_scatter, sharded(mesh), node, mesh["shard"]),
+    ):
+        residuals = QuantizedAllreduceState(group, bits=(8, 4)[of])
+        _refused(AgreementError, "keeps residuals is False on .* True on", function, model, residuals)
+        unfit = QuantizedAllreduceState(group, exact_1d=rank == 0)
+        error = AgreementError if rank else ValueError
+        _refused(error, "exact_1d does not work", function, model, unfit)
+
+
 def _four_ranks(rank):
     _models_and_groups(rank)
     _parts_of_tensor_parallelism(rank)
+    _other_ranks_of_the_mesh(rank)
 
 
 @needs_hooks
@@ -161,6 +186,30 @@ def _sharded_too_late(_):
         _refused(RuntimeError, rf"applied to \['\(model\)'\] after {name}", backward, net, 0)
 
 
+def _sharded_while_training(_):
+    """A module that comes when FSDP has run is a root of its own, which FSDP takes."""
+    mesh, flat = nodes_and_shards(1), init_device_mesh("cpu", (2,))
+    averaged, scattered = sharded(mesh["shard"]), sharded(flat)
+    state = state_between(mesh)
+    handle = quantize_all_reduce(averaged, state)
+    quantize_reduce_scatter(scattered, QuantizedAllreduceState(flat))
+    for net, of, name in (
+        (averaged, mesh["shard"], "quantize_all_reduce"),
+        (scattered, flat, "quantize_reduce_scatter"),
+    ):
+        backward(net, 0)
+        net.layers[1] = fsdp.fully_shard(torch.nn.Linear(37, 37), mesh=of)
+        for _ in range(2):
+            _refused(RuntimeError, rf"applied to \['layers\.1'\] after {name}", backward, net, 0)
+    state.close()
+    handle.remove()
+    averaged = sharded(mesh["shard"])
+    averaged.layers[1] = fsdp.fully_shard(torch.nn.Linear(37, 37), mesh=mesh["shard"])
+    quantize_all_reduce(averaged, state)
+    backward(averaged, 0)
+    assert same_on_all_ranks(gradients(averaged))
+
+
 def _replicate(_):
     mesh = nodes_and_shards(1)
     replicate = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp").replicate
@@ -174,7 +223,14 @@ def _replicate(_):
 
 
 def _two_ranks(rank):
-    for check in (_names, _different_ranks, _unfit_states, _handles, _sharded_too_late):
+    for check in (
+        _names,
+        _different_ranks,
+        _unfit_states,
+        _handles,
+        _sharded_too_late,
+        _sharded_while_training,
+    ):
         check(rank)
 
 

@@ -6,6 +6,7 @@ import logging
 import math
 import operator
 import warnings
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from ddp_quant_hooks.fsdp.module_gather import GatherOptions, ModuleGather
 from ddp_quant_hooks.fsdp.replacement import Replacement
 from ddp_quant_hooks.fsdp.sharded_module import ShardedModule
 from ddp_quant_hooks.kernels.layout import WIRE_VERSION, Layout
-from dist_utils import AgreementError, OrderedWorker, resolve_group
+from dist_utils import OrderedWorker, resolve_group
 from dist_utils.process_groups import runs_on_host
 from dist_utils.torch_compat import private
 
@@ -210,34 +211,27 @@ class GatherHandle(Replacement):
                         "which rounding would spoil: gather only modules without them in few bits"
                     )
 
-    def _agree(self, problem: Exception | None) -> None:
-        """Compare modules and options in every group of the model, and learn the ranks' hosts there.
+    def _shard_groups(self) -> list[dist.ProcessGroup]:
+        return [module.shard_group for module in self._modules if module.shard_group]
 
-        Those of replicas and of tensor parallelism, too. Twice: what a group finds is told in those that had
-        agreed before, so that a mesh has handles on all of its ranks or on none.
+    def _groups(self) -> list[dist.ProcessGroup]:
+        """Return every group of the model: those of replicas and of tensor parallelism, too.
 
         A rank that has found no module does not know these groups. It tells WORLD, which is the group of
         every model without a mesh; ranks of a smaller mesh wait for it until their timeout.
         """
-        shards = dict.fromkeys(module.shard_group for module in self._modules if module.shard_group)
-        others = dict.fromkeys(group for module in self._modules for group in module.mesh_groups)
-        groups = [*(shards | others)] or [resolve_group(None)]
-        for group in groups * 2:
-            try:
-                self._agreements[group] = self._agree_in(group, problem)
-            except Exception as error:  # noqa: BLE001, PERF203 - the other groups must hear of it
-                problem = problem or error
-                if isinstance(error, AgreementError) and error.missing:
-                    break  # ranks of the other groups have waited for this one as long
-        if problem is not None:
-            raise problem
-        for group in shards:
+        others = [group for module in self._modules for group in module.mesh_groups]
+        return [*self._shard_groups(), *others] or [resolve_group(None)]
+
+    def _agree(self, problem: Exception | None) -> None:
+        super()._agree(problem)
+        for group in dict.fromkeys(self._shard_groups()):
             if group.rank() == 0:
                 one = self._agreements[group]
                 _log.info("%s: %s", self._function, _describe(one.hosts(), one.notes(), self._options))
 
-    def _agree_in(self, group: dist.ProcessGroup, problem: Exception | None) -> OrderedWorker:
-        """Return what knows the hosts and the links of a group, if all gather the same modules alike."""
+    def _agree_in(self, group: dist.ProcessGroup, problem: Exception | None) -> None:
+        """Compare modules and options, and learn the hosts and the links of a group."""
         modules = [one for one in self._modules if group in (one.shard_group, *one.mesh_groups)]
 
         def terms() -> dict[str, object]:
@@ -256,7 +250,7 @@ class GatherHandle(Replacement):
 
         agreement = OrderedWorker(group, name=self._function, terms=terms, note=link)
         agreement.agree()
-        return agreement
+        self._agreements[group] = agreement
 
     def _gather_of(self, module: ShardedModule) -> ModuleGather:
         assert module.shard_group is not None, "such modules are refused"
@@ -265,7 +259,7 @@ class GatherHandle(Replacement):
             self._options,
             self._agreements[module.shard_group],
             self._counter,
-            self._require_no_later_module,
+            partial(self._require_no_later_module, module),
             self._forwards,
         )
 

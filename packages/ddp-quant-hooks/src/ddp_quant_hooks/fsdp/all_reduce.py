@@ -49,15 +49,17 @@ def quantize_all_reduce(model: torch.nn.Module, state: AveragingState) -> Handle
             shards, or its group has other ranks of this node. The other ranks of the group get an
             AgreementError. ``backward()`` raises it under ``set_requires_all_reduce(False)``.
         AgreementError: The ranks of the group have different models or different shards, including those of
-            tensor parallelism.
+            tensor parallelism; or those of a mesh have different models, or keep residuals only in part.
         RuntimeError: This torch has no ``FSDPModule.set_all_reduce_hook`` (2.6). ``backward()`` raises it
-            when a peer fails: then close the state on every rank.
+            when a peer fails: then close the state on every rank; and if ``fully_shard`` was applied to more
+            modules afterwards.
 
     Cost:
-        Collective, over the store. Each ``backward()`` takes what :func:`ddp_quant_hooks.all_reduce` takes
-        for this rank's shards of each module. With error feedback, which is the default for 4 bits, residuals
-        take 4 bytes a value of this rank's shards, and with three nodes or more a little more for means; and
-        each pass of autograd ends with an all-reduce of one number among the ranks of the node.
+        Collective, over the store, in the state's group and in those of the parameters' meshes. Each
+        ``backward()`` takes what :func:`ddp_quant_hooks.all_reduce` takes for this rank's shards of each
+        module. With error feedback, which is the default for 4 bits, residuals take 4 bytes a value of this
+        rank's shards, and with three nodes or more a little more for means; and each pass of autograd ends
+        with an all-reduce of one number among the ranks of the node.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "shard"))  # doctest: +SKIP

@@ -93,13 +93,26 @@ class Handle(Replacement):
                 f"the state has residuals of shards {state.coordinates}, but this rank has {places}"
             )
 
-    def _agree(self, problem: Exception | None) -> None:
-        """Compare modules, and where ranks must hold the same shards these, in the state's group."""
-        terms = {
-            f"module {module.name!r}": (module.shapes, module.places if self._same_shards else [])
+    def _groups(self) -> list[dist.ProcessGroup]:
+        """Return the state's group, and those of the model's meshes."""
+        return [self._state.process_group, *(one for module in self._modules for one in module.mesh_groups)]
+
+    def _agree_in(self, group: dist.ProcessGroup, problem: Exception | None) -> None:
+        """Compare modules, in the state's group also their shards, and whether residuals are kept.
+
+        With residuals each pass ends with a collective in the groups that FSDP uses.
+        """
+        ranks, own = map(dist.get_process_group_ranks, (group, self._state.process_group))
+        terms: dict[str, object] = {
+            f"module {module.name!r}": (
+                module.shapes,
+                module.places if self._same_shards and ranks == own else [],
+            )
             for module in self._modules
+            if ranks == own or group in module.mesh_groups
         }
-        require_same_terms(self._state.process_group, self._function, terms, problem=problem)
+        terms["keeps residuals"] = self._state.feedback.wanted
+        require_same_terms(group, self._function, terms, problem=problem)
 
     def _warn_of_parameters_outside(self) -> None:
         """Warn of parameters that no FSDP module has: they would drift apart."""
@@ -121,8 +134,8 @@ class Handle(Replacement):
         one flat tensor of those that got one: if some got none, nobody knows which.
         """
         state, name = self._state, module.name
-        if not self._found_no_later_module:
-            self._require_no_later_module()
+        self._require_no_later_module(module)
+        if self._agreed is None:  # no pass so far
             self._require_own_residuals()
         state.refuse_capture(gradients)
         feedback, step = state.feedback, state.feedback.begin_tensors()

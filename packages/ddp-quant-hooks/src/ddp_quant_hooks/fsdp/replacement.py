@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
 from ddp_quant_hooks.fsdp.sharded_module import ShardedModule, sharded_modules
+from dist_utils import AgreementError
 
 
 class Substitute:
@@ -47,7 +49,7 @@ class Replacement(ABC):
         self._model = model
         self._modules: list[ShardedModule] = []
         self._replaced: list[tuple[ShardedModule, Any, Any]] = []
-        self._found_no_later_module = False
+        self._used_since_look: set[ShardedModule] = set()
         problem: Exception | None = None
         try:
             self._modules = sharded_modules(model, self._function, self._method)
@@ -63,13 +65,32 @@ class Replacement(ABC):
         """Raise a ``TypeError`` or a ``ValueError`` if this rank cannot replace the modules' collective."""
 
     @abstractmethod
+    def _groups(self) -> Iterable[dist.ProcessGroup]:
+        """Return the groups whose ranks must replace the same modules' collectives, in one order."""
+
+    @abstractmethod
+    def _agree_in(self, group: dist.ProcessGroup, problem: Exception | None) -> None:
+        """Raise on all ranks of a group if what they replace differs, or one of them has a problem."""
+
     def _agree(self, problem: Exception | None) -> None:
         """Compare the modules with other ranks.
+
+        Twice: what a group finds is told in those that had agreed before, so that a mesh has handles on all
+        of its ranks or on none.
 
         Raises:
             TypeError, ValueError: ``problem``, if there is one.
             AgreementError: The modules differ, or another rank has a problem.
         """
+        for group in [*dict.fromkeys(self._groups())] * 2:
+            try:
+                self._agree_in(group, problem)
+            except Exception as error:  # noqa: BLE001, PERF203 - the other groups must hear of it
+                problem = problem or error
+                if isinstance(error, AgreementError) and error.missing:
+                    break  # ranks of the other groups have waited for this one as long
+        if problem is not None:
+            raise problem
 
     @abstractmethod
     def _substitute(self, module: ShardedModule) -> Any:
@@ -89,16 +110,24 @@ class Replacement(ABC):
                 getattr(module.module, self._method)(before)
         self._replaced.clear()
 
-    def _require_no_later_module(self) -> None:
-        """Raise, if ``fully_shard`` was applied to more modules. Looks until it can be no more."""
-        if self._found_no_later_module:
+    def _require_no_later_module(self, used: ShardedModule) -> None:
+        """Raise, if ``fully_shard`` was applied to more modules. Looks once in a pass.
+
+        A pass has begun where a module is used that was used since the last look. FSDP takes modules at any
+        time: one that comes when others have run already is a root of its own.
+
+        Args:
+            used: The module that is used now.
+        """
+        if self._used_since_look and used not in self._used_since_look:
+            self._used_since_look.add(used)
             return
-        known = {module.name for module in self._modules}
+        self._used_since_look = {used}
+        known = {id(module.group) for module in self._modules}
         found = sharded_modules(self._model, self._function, self._method)
-        later = [module.name for module in found if module.name not in known]
+        later = [module.name for module in found if id(module.group) not in known]
         if later:
             raise RuntimeError(
                 f"fully_shard was applied to {later} after {self._function}, which does nothing for "
-                f"their {self._purpose}: apply it before"
+                f"their {self._purpose}: apply it before, or remove() the handle and call again"
             )
-        self._found_no_later_module = all(module.is_set_up for module in found)

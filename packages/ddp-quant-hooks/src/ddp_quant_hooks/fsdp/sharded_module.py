@@ -95,12 +95,6 @@ class ShardedModule(NamedTuple):
         ]
 
     @property
-    def is_set_up(self) -> bool:
-        """Whether FSDP knows its root, which it learns when a forward pass begins, and never changes."""
-        state = private(self.module, "_get_fsdp_state", _PURPOSE)()
-        return private(state, "_is_root", _PURPOSE) is not None
-
-    @property
     def has_divide_factor(self) -> bool:
         """Whether the sum of gradients is divided by something else than the number of ranks."""
         older = getattr(self.group, "reduce_scatter_divide_factor", None)  # its name before torch 2.8
