@@ -73,6 +73,11 @@ def _like_others(rank):
     values = torch.randn(20_000, generator=torch.Generator().manual_seed(rank))
     ours, theirs = values.clone(), values.clone()
     all_reduce(ours)
+    tensors, under_autocast = _tensors(rank), _tensors(rank)
+    all_reduce(tensors)
+    with torch.autocast("cpu", torch.float16):  # which does not concatenate bf16
+        all_reduce([one for one in under_autocast for one in one.tensor_split(2)])
+    assert same_bits(tensors, under_autocast)
     dist.all_reduce(theirs)
     assert torch.equal(ours, theirs)
     bucket = grad_bucket([torch.ones(20_000)])

@@ -284,8 +284,26 @@ def _unused_and_dropped(_):
     assert [one() for one in held] == [None] * 7
 
 
+def _zeros_outside(_):
+    """A layer that was trained before it was frozen may have kept zeros."""
+    net = _Net()
+    net.layers[0].requires_grad_(False)
+    for parameter in net.layers[0].parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    ddp, state = DistributedDataParallel(net), _State()
+    watch = BucketWatch(ddp, "MyState", state)
+    ddp.register_comm_hook(state, _hook(watch))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    ddp(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    net.layers[0].bias.grad[1] = 1
+    with pytest.raises(UnaveragedGradientsError) as caught:
+        optimizer.step()
+    assert caught.value.parameters == ("layers.0.bias",)
+
+
 def _steps_of_two_ranks(rank):
-    for check in (_large, _closures, _shared, _sparse, _unused_and_dropped):
+    for check in (_large, _closures, _shared, _sparse, _unused_and_dropped, _zeros_outside):
         check(rank)
 
 

@@ -136,7 +136,22 @@ def _with_a_default_device(rank):
     return differing(states(module), states(Everything(0)))
 
 
-SYNCS = every_kind, _without_comparison, _of_a_subgroup, _of_inference_mode, _with_a_default_device
+def _with_autocast(rank):
+    """Under which torch does not concatenate fp64, nor the other of the two 16-bit dtypes."""
+    module = Everything(rank)
+    with torch.autocast("cpu", torch.bfloat16):
+        sync_module_states(module, None, BUCKET, 0, ())
+    return differing(states(module), states(Everything(0)))
+
+
+SYNCS = (
+    every_kind,
+    _without_comparison,
+    _of_a_subgroup,
+    _of_inference_mode,
+    _with_a_default_device,
+    _with_autocast,
+)
 
 
 def _in_every_way(rank):

@@ -92,6 +92,8 @@ def _different(rank):
     messages["length"] = said([1] * (1 + rank))
     messages["many"] = said([torch.full((2,), rank) for _ in range(10)])
     messages["step"] = said(1, step=rank)
+    messages["a tensor's step"] = said(rank, step=torch.tensor(4) if rank else 4)
+    messages["4 bits"] = said({"packed": torch.tensor([3, 16 * rank], dtype=torch.uint8).view(torch.bits4x2)})
     messages["float8"] = said(torch.tensor([1.0, rank]).to(torch.float8_e4m3fn))
     return messages
 
@@ -118,6 +120,8 @@ def test_the_first_entries_that_differ_are_named_with_both_ranks_values():
     assert first["length"].endswith("  rank 0 has nothing more, rank 1 has 1 1")
     assert first["many"].endswith("  and 7 more of 11")
     assert first["step"].endswith("rank 0 compares step 0, rank 1 step 1")
+    assert first["a tensor's step"].endswith("values at step 4, first:\n  values: rank 0 has 0, rank 1 has 1")
+    assert first["4 bits"].endswith("packed[1]: rank 0 has 0x00, rank 1 has 0x10 (1 of 2 values differ)")
     assert "[1]: rank 0 has 0.0, rank 1 has 1.0" in first["float8"]
 
 

@@ -182,7 +182,9 @@ def _join(pack: list[torch.Tensor]) -> torch.Tensor:
     first = pack[0]
     if len(pack) == 1 and first.is_contiguous() and not (first.is_conj() or first.is_neg()):
         return first.view(-1)
-    return torch.cat([tensor.flatten() for tensor in pack]).resolve_conj().resolve_neg()
+    joined = first.new_empty(sum(map(torch.Tensor.numel, pack)))
+    torch.cat([tensor.flatten() for tensor in pack], out=joined)  # else autocast refuses some dtypes
+    return joined.resolve_conj().resolve_neg()
 
 
 def _result(done: torch.futures.Future[Any], tensor: Tensors) -> torch.futures.Future[Any]:

@@ -44,7 +44,7 @@ class BucketWatch:
     that DDP was told to ignore do not count. Nor do those of parameters that are not in the optimizer.
 
     A parameter that is in no bucket, because it was frozen when DDP was made or was added later, must not
-    have a gradient in a step, either.
+    have a gradient in a step, either, except zeros.
 
     If no bucket has ever come and the model has another hook, or none, its gradients are probably averaged
     without the hook of this watch. A warning says so, once.
@@ -190,7 +190,7 @@ class _Passes:
             gc.collect()  # a model is part of cycles: an earlier one may only seem to exist
             if (ddp := self._ddp()) is not None:
                 self._refuse(ddp, found, waits=waits)
-        elif outside := [one for one in stepped.outside if one.grad is not None]:
+        elif outside := [one for one in stepped.outside if _has_gradient(one)]:
             self._refuse_outside(outside)
 
     def _listen_to(self, name: str, parameter: torch.Tensor, *, may_be_unused: bool) -> RemovableHandle:
@@ -248,10 +248,10 @@ class _Passes:
         for name, parameter in ddp.module.named_parameters() if looked_at else ():
             if id(parameter) not in looked_at:
                 continue
-            if parameter.grad is None or _is_zero(parameter.grad):
-                self.unaveraged.pop(id(parameter), None)  # it was not for a step
-            else:
+            if _has_gradient(parameter):
                 found[id(parameter)] = name
+            else:
+                self.unaveraged.pop(id(parameter), None)  # it was not for a step
         return found
 
     def _stepped_by(self, optimizer: torch.optim.Optimizer) -> _Stepped:
@@ -359,9 +359,13 @@ def _some(names: list[str]) -> str:
     return ", ".join(map(repr, names[:_NAMED])) + more
 
 
-def _is_zero(gradient: torch.Tensor) -> bool:
+def _has_gradient(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter has a gradient that is not zero."""
+    gradient = parameter.grad
+    if gradient is None:
+        return False
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return not values.count_nonzero()
+    return bool(values.count_nonzero())
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -118,7 +118,8 @@ def _flat(bucket: list[torch.Tensor]) -> torch.Tensor:
     """Return the values of a bucket, one after the other: a single tensor's own memory if possible."""
     if len(bucket) == 1:
         return flat_values(bucket[0])
-    return torch.cat([tensor.flatten() for tensor in bucket])
+    flat = bucket[0].new_empty(sum(map(torch.Tensor.numel, bucket)))
+    return torch.cat([tensor.flatten() for tensor in bucket], out=flat)  # else autocast refuses some dtypes
 
 
 def flat_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -101,8 +101,10 @@ def require_same_on_all_ranks(
         raise ValueError(f"every must be positive, got {every}")
     if step is None and every != 1:
         raise TypeError("every needs the number of the step: require_same_on_all_ranks(..., step=step)")
-    if step is not None and step % every:
-        return
+    if step is not None:
+        if step % every:
+            return
+        step = int(step)  # NumPy's numbers and tensors do not travel to other ranks
     held: list[Entry] = []
     digest = torch.zeros(5, dtype=torch.int64, device=collective_device(group))
     problem: BaseException | None = None
@@ -267,8 +269,16 @@ def _different_values(group: dist.ProcessGroup, entry: Entry, other: int, first:
     found: list[object] = []
     if differ.any():
         first_one = int(differ.int().argmax())
-        two = [one.view(-1, length)[first_one].cpu().view(entry.values.dtype).item() for one in (theirs, own)]
+        two = [_number(one.view(-1, length)[first_one].cpu(), entry.values.dtype) for one in (theirs, own)]
         index = [int(i) for i in torch.unravel_index(torch.tensor(first_one), entry.values.shape)]
         found = [str(index) if index else "", *map(str, two), int(differ.sum())]
     index, one, two, count = all_gather_plain(group, found)[other]
     return f"{index}: {first} {one}, {second} {two} ({count} of {len(differ)} values differ)"
+
+
+def _number(memory: torch.Tensor, dtype: torch.dtype) -> object:
+    """Return one value from its bytes; the bytes themselves if torch cannot read its dtype, as of 4 bits."""
+    try:
+        return memory.view(dtype).item()
+    except RuntimeError:
+        return f"0x{bytes(memory.tolist()).hex()}"
