@@ -158,6 +158,15 @@ def _large(_):
     assert held() is None
 
 
+class _OfModel(torch.optim.SGD):
+    """Gives its closure arguments, and takes a model."""
+
+    def step(self, closure, model):
+        assert isinstance(model, torch.nn.Module)
+        closure(model)
+        super().step()
+
+
 def _closures(_):
     """Closures are looked at before the step that follows them; other arguments arrive as they were."""
     ddp, _watch = _model()
@@ -178,7 +187,12 @@ def _closures(_):
             f"layers.{number}.{name}" for number in range(3) for name in ("weight", "bias")
         )
         optimizer.zero_grad()
+    with pytest.raises(UnaveragedGradientsError):
+        _OfModel(ddp.parameters(), lr=0.1).step(closure, ddp.module)
+    optimizer.zero_grad()
     assert all(map(torch.equal, before, ddp.parameters()))
+    _OfModel(ddp.parameters(), lr=0.1).step(closure, ddp)
+    seen.clear()
     loss = optimizer.step(lambda: closure(ddp))
     optimizer.step(closure=lambda: closure(ddp))
     handle.remove()

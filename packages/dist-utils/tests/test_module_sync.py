@@ -53,6 +53,7 @@ class Everything(torch.nn.Module):
             "slice": draw(10)[::2],
             "large slice": draw(200_000)[::2],
             "one of any stride": draw(1).as_strided((1,), (5,)),
+            "empty, with strides of zero": torch.empty(3, 2, 0, 2).to(memory_format=torch.channels_last),
             "coo": sparse.to_sparse(),
             "uncoalesced": torch.sparse_coo_tensor([[1, 1, 0]], draw(3), (4,)),
             "csr": sparse.to_sparse_csr(),

@@ -421,22 +421,27 @@ def _look_at_steps() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if torch.compiler.is_compiling() or not _of_models:
         return None
-    if not any(map(callable, [*args[1:], *kwargs.values()])):
+    if not any(map(_may_be_closure, [*args[1:], *kwargs.values()])):
         _require_averaged(optimizer)
         return None
     # The closure runs the backward passes.
-    checked = [_checked(optimizer, one) if callable(one) else one for one in args[1:]]
-    named = {name: _checked(optimizer, one) if callable(one) else one for name, one in kwargs.items()}
+    checked = [_checked(optimizer, one) if _may_be_closure(one) else one for one in args[1:]]
+    named = {name: _checked(optimizer, one) if _may_be_closure(one) else one for name, one in kwargs.items()}
     return (args[0], *checked), named
 
 
 _before_step.guards = True  # type: ignore[attr-defined] # for who asks: it changes nothing that a step uses
 
 
-def _checked(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+def _may_be_closure(argument: object) -> bool:
+    """Return whether an argument of a step is called for a loss; some optimizers also take a model."""
+    return callable(argument) and not isinstance(argument, (torch.nn.Module, type))
+
+
+def _checked(optimizer: torch.optim.Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(closure)
-    def run() -> Any:
-        loss = closure()
+    def run(*args: Any, **kwargs: Any) -> Any:  # a user's optimizer may give it some
+        loss = closure(*args, **kwargs)
         _require_averaged(optimizer)
         return loss
 

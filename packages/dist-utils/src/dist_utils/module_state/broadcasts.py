@@ -183,7 +183,7 @@ def obstacle(tensor: torch.Tensor) -> str:
         return f"has layout {tensor.layout}, which cannot be sent"
     if not dense and tensor.is_inference():
         return "is sparse and was made in inference mode, and can never be written"
-    strides = zip(tensor.shape, tensor.stride(), strict=True) if dense else ()
+    strides = zip(tensor.shape, tensor.stride(), strict=True) if dense and tensor.numel() else ()
     if any(stride == 0 and size > 1 for size, stride in strides):
         return "is expanded: several of its elements are one in memory"
     return ""
