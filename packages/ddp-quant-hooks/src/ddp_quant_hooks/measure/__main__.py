@@ -45,23 +45,25 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def _whole_number(text: str) -> int:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
+    number = _number(text)
     if not number.is_integer():
         raise argparse.ArgumentTypeError(f"must be a whole number, got {text}")
     return int(number)
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
+    seconds = _number(text)
     if not 0 < seconds < math.inf:
         raise argparse.ArgumentTypeError(f"must be positive and finite, got {text}")
     return seconds
+
+
+def _number(text: str) -> float:
+    """Return the number that a text is, NaN if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def run(options: argparse.Namespace) -> None:
