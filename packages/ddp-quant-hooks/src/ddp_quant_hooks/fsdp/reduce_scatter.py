@@ -67,7 +67,7 @@ class _AcrossShards(Handle):
     def _refuse(self) -> None:
         """Raise unless the state averages shards, and every module is sharded over its ranks."""
         super()._refuse()
-        self._state.average.refuse_shards("FSDP averages shards of parameters")
+        self._state.average.refuse_shards(self._function)
 
     def _refuse_module(self, module: ShardedModule, ranks: list[int]) -> None:
         """Raise unless this module is sharded over ``ranks``."""
