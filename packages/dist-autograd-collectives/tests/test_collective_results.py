@@ -296,12 +296,15 @@ def test_a_sparse_gradient_of_a_result_is_made_dense():
 def _alone(_):
     x = torch.full((2,), 3.0, requires_grad=True)
     calls = [dac.permute(x, [(0, 0)]), dac.permute(x, []), dac.gather(x)[0], dac.scatter([x])]
+    calls += [
+        dac.permute(x, pairs) for pairs in (torch.zeros(1, 2, dtype=torch.int64), [torch.zeros(2).int()])
+    ]
     return [(y.tolist(), torch.autograd.grad(y.sum(), x)[0].tolist()) for y in calls]
 
 
 def test_a_rank_that_is_alone_sends_to_itself_or_to_nobody():
     kept, nothing = ([3, 3], [1, 1]), ([0, 0], [0, 0])
-    assert run_ranks(_alone, 1) == [[kept, nothing, kept, kept]]
+    assert run_ranks(_alone, 1) == [[kept, nothing, kept, kept, kept, kept]]
 
 
 def _own_messages(rank):

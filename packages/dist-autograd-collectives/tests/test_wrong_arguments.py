@@ -37,7 +37,7 @@ REFUSED = [
     (ValueError, "add up to 2, got", lambda: dac.all_to_all_single(X, X, [1, 1, 1], [1, 1, 0])),
     (ValueError, "cannot be split into 3 equal parts", lambda: dac.all_to_all_single(X, X)),
     (TypeError, "perm must be a list of pairs", lambda: dac.permute(X, [1, 0])),
-    (TypeError, "a pair in perm must be integers", lambda: dac.permute(X, [(1, 0.5)])),
+    (TypeError, "perm must be a list of pairs", lambda: dac.permute(X, [(1, 0.5)])),
     (TypeError, "must be integers", lambda: dac.all_to_all_single(X, X, [1.0, 0, 1], [1, 0, 1])),
     (ValueError, "must be 3 tensors", lambda: dac.scatter([X, X], dist.get_rank())),
     (ValueError, "list of 3 tensors, other ranks a list or like=", lambda: dac.scatter(None, 0)),

@@ -109,6 +109,14 @@ def integers(label: str, given: Any) -> list[Any]:
         raise TypeError(f"{label} must be integers, got {given!r}") from error
 
 
+def pairs_of_ranks(given: Any) -> list[tuple[int, int]]:
+    """Return pairs of whole numbers, which may be rows of an array; raises if it is anything else."""
+    try:
+        return [(operator.index(source), operator.index(destination)) for source, destination in given]
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"perm must be a list of pairs of ranks, got {given!r}") from error
+
+
 def dimension(ndim: int, dim: int) -> int:
     """Return a dimension counted from the front; raises if there is no such dimension."""
     integers("dim", [dim])

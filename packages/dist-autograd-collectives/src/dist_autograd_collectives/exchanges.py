@@ -195,7 +195,7 @@ def permute(
         >>> ring = [(rank, (rank + 1) % size) for rank in range(size)]  # doctest: +SKIP
         >>> left_neighbors = permute(keys, ring)  # doctest: +SKIP
     """
-    who, shape, pairs = members(group), tensor.shape, _pairs(perm)
+    who, shape, pairs = members(group), tensor.shape, arguments.pairs_of_ranks(perm)
     for what, ranks in zip(("source", "destination"), zip(*pairs, strict=True), strict=False):
         if len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < who.size:
             raise ValueError(
@@ -206,13 +206,3 @@ def permute(
     plan: Plan[Any] = Plan("permute", who, [tensor], f" {pairs}")
     plan.map("exchange", maps.as_rows, who.only(to, length), who.only(source, length), length)
     return plan.returning(lambda received: maps.of_shape(received[0], shape))
-
-
-def _pairs(perm: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the pairs of ranks; raises if ``perm`` is anything else."""
-    if not isinstance(perm, (list, tuple)) or not all(
-        isinstance(pair, Sequence) and len(pair) == 2 for pair in perm
-    ):
-        raise TypeError(f"perm must be a list of pairs of ranks, got {perm!r}")
-    pairs = [arguments.integers("the ranks of a pair in perm", pair) for pair in perm]
-    return [(source, destination) for source, destination in pairs]
