@@ -106,8 +106,8 @@ BLOCK_MATH void load_matrix(const Work& work, int64_t row, int64_t column, int64
 template <int kLanes, int kRows, int kFactors, class Request>
 BLOCK_MATH void add_products(const float* matrix, const float* right, int64_t columns, float* sums, int64_t rank,
                              Request request) {
-    constexpr int kVectors = kSums / kLanes;
-    for (int part = 0; part < kVectors; ++part) {
+    constexpr int kParts = kSums / kLanes;
+    for (int part = 0; part < kParts; ++part) {
         Floats<kLanes> sum[kRows][kFactors];
 #pragma GCC unroll 4
         for (int row = 0; row < kRows; ++row)
