@@ -159,6 +159,29 @@ def test_candidates_are_tried_as_they_go_on_and_not_as_they_begin():
         assert tried < 0.1 < beginning
 
 
+def _closed_in_a_trial(_):
+    """Return the share of bytes that low rank sends in a trial, and then alone, as it begins."""
+    own, hook = low_rank(warm_up_steps=100)
+    training = Training(
+        AutoState(candidates={"exact": exact(SECONDS), "low rank": (own, hook)}, max_error=None)
+    )
+    while not own.statistics.quantized_buckets:
+        training.step()
+    tried = own.statistics
+    training.state.close()
+    alone = Training(own, hook)
+    own.bind(alone.ddp)
+    alone.step()
+    ratios = tried.bytes_ratio, (own.statistics - tried).bytes_ratio
+    own.close()
+    return ratios
+
+
+def test_a_candidate_whose_trial_was_closed_begins_as_usual():
+    for tried, beginning in run_ranks(_closed_in_a_trial, 2, timeout=60):
+        assert tried < 0.1 < beginning
+
+
 def _alone(rank):
     state = AutoState()
     training = Training(state)

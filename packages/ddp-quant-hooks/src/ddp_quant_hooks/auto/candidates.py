@@ -60,7 +60,9 @@ class Candidate:
         return getattr(self.hook, "__qualname__", type(self.hook).__qualname__), type(self.state).__name__
 
     def close(self) -> None:
-        """End the thread and the private group of its state."""
+        """End the thread and the private group of its state, which a user may go on to use elsewhere."""
+        if self.averaging is not None:
+            self.averaging.average.skips_first_steps = False
         if self.bound is not None:
             self.bound.close()
 

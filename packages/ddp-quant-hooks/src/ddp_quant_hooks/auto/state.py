@@ -347,8 +347,6 @@ class AutoState(HookState):
         super().close()
         chosen = self._in_use
         for candidate in self.candidates.values():
-            if candidate.averaging is not None:  # also a user's own, which may be used elsewhere later
-                candidate.averaging.average.skips_first_steps = False
             if candidate.state is not chosen.state:
                 candidate.close()
 
