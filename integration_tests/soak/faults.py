@@ -126,9 +126,7 @@ def draw(seed: int, number: int, faults: list[str], begins: str = "") -> Job:
     ]
     training = chance.choice(trainings)
     size = chance.choice(TRAININGS[training].world_sizes)
-    # While ranks compare their options, one without a link to the store waits until TCP gives up.
-    cut = fault.on_hosts and fault.ends
-    steps = range(STEADY) if chance.random() < 0.25 and not cut else range(STEADY, LAST)
+    steps = range(STEADY) if chance.random() < 0.25 else range(STEADY, LAST)
     if fault.place == "checkpoint":
         steps = range(EVERY - 1, LAST, EVERY)
     return Job(

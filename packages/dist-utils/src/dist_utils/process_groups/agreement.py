@@ -6,11 +6,11 @@ ranks have found each other, works even then.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
 import os
+import threading
 import time
 import uuid
 import weakref
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from dist_utils import torch_compat
 from dist_utils.process_groups.errors import error_text
 from dist_utils.process_groups.groups import GroupLike, collective_device, resolve_group
+from dist_utils.process_groups.store import ask_store
 
 
 class AgreementError(RuntimeError):
@@ -158,10 +159,9 @@ def compare(
         seconds = torch_compat.group_timeout(group, collective_device(group)).total_seconds()
     digest = hashlib.sha256(json.dumps(claim.terms).encode()).hexdigest()
     try:
-        with store_connection() as store:
-            verdict = _Meeting(group, store).hold(claim._replace(terms={"terms": digest}), seconds)
-            if verdict.error and not verdict.missing:  # all ranks have read it; only now values travel
-                verdict = _Meeting(group, store).hold(claim, seconds)
+        verdict = _Meeting(group, claim._replace(terms={"terms": digest}), seconds).verdict()
+        if verdict.error and not verdict.missing:  # all ranks have read it; only now values travel
+            verdict = _Meeting(group, claim, seconds).verdict()
     except dist.DistError as error:
         raise AgreementError(f"{claim.prefix}{error}") from problem
     if problem is not None:
@@ -180,8 +180,8 @@ _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref
 """The numbers of the next meetings of each group."""
 
 
-def _next_prefix(group: dist.ProcessGroup, store: Any) -> str:
-    """Return the beginning of the keys of a group's next meeting, the first that is not over.
+def _next_prefixes(group: dist.ProcessGroup) -> Iterator[str]:
+    """Return the beginnings of the keys of a group's next meetings: of use is the first that is not over.
 
     A job that torchrun restarts finds the store of its last attempt, if that is the agent's. (Agents of
     several machines may count attempts differently: their ranks do not meet, and the job must be started
@@ -192,8 +192,8 @@ def _next_prefix(group: dist.ProcessGroup, store: Any) -> str:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if in_agents_store else "0"
     first = dist.get_process_group_ranks(group)[0]
     numbers = _meetings.setdefault(group, itertools.count())
-    prefixes = (f"dist_utils/{attempt}/{group.group_name}:{first}/{number}" for number in numbers)
-    return next(prefix for prefix in prefixes if not store.check([f"{prefix}/verdict"]))
+    beginning = f"dist_utils/{attempt}/{group.group_name}:{first}"
+    return (f"{beginning}/{number}" for number in numbers)
 
 
 class _Meeting:
@@ -205,38 +205,65 @@ class _Meeting:
     a new meeting, where it waits until its own timeout.
     """
 
-    def __init__(self, group: dist.ProcessGroup, store: Any) -> None:
-        self._store, prefix = store, _next_prefix(group, store)
+    def __init__(self, group: dist.ProcessGroup, claim: Claim, seconds: float) -> None:
+        self._claim, self._seconds = claim, seconds
+        self._prefixes = _next_prefixes(group)  # not the group, which a thread would keep that waits for TCP
         self._ranks = dist.get_process_group_ranks(group)
         self._me = group.rank()
-        self._verdict, self._readers = f"{prefix}/verdict", f"{prefix}/readers"
-        self._said = [f"{prefix}/{index}" for index in range(len(self._ranks))]
+        self._interrupt = ""
+        self._over = threading.Event()
 
-    def hold(self, claim: Claim, seconds: float) -> Verdict:
-        """Say what this rank claims, wait for the other ranks, and return the verdict."""
-        store, mine = self._store, self._said[self._me]
-        store.set(mine, json.dumps(claim))
+    def verdict(self) -> Verdict:
+        """Say what this rank claims, wait for the other ranks, and return the verdict.
+
+        Raises:
+            torch.distributed.DistError: As :func:`dist_utils.process_groups.store.ask_store`.
+        """
         try:
-            found = _wait_for(self._look, seconds)
-            if not found:
-                verdict = self._decide(self._who_came(seconds))
-            elif found is self._said:
-                claims = [Claim(*json.loads(said)) for said in store.multi_get(found)]
-                verdict = self._decide(self._judge(claims))
-            else:
-                verdict = Verdict(*json.loads(store.get(self._verdict)))
+            return ask_store(self._hold, self._seconds + _LAST_SECONDS)
         except dist.DistError:  # the store is gone: nobody can be told
             raise
         except BaseException as error:
-            me = self._ranks[self._me]
-            self._decide(Verdict(f"rank {me} stopped waiting: {error!r}", (me,)))
+            self._interrupt = repr(error)  # not itself: its frames refer to this
+            self._over.wait(_LAST_SECONDS)
             raise
+
+    def _hold(self, store: Any) -> Verdict:
+        self._store = store
+        prefix = next(prefix for prefix in self._prefixes if not store.check([f"{prefix}/verdict"]))
+        self._verdict, self._readers = f"{prefix}/verdict", f"{prefix}/readers"
+        self._said = [f"{prefix}/{index}" for index in range(len(self._ranks))]
+        mine = self._said[self._me]
+        store.set(mine, json.dumps(self._claim))
+        found = self._wait()
+        if not found:
+            verdict = self._decide(self._why_over())
+        elif found is self._said:
+            claims = [Claim(*json.loads(said)) for said in store.multi_get(found)]
+            verdict = self._decide(self._judge(claims))
+        else:
+            verdict = Verdict(*json.loads(store.get(self._verdict)))
         if not verdict.missing:  # else the first rank may be about to read what this one said
             store.delete_key(mine)
             if store.add(self._readers, 1) == len(self._ranks):
                 store.delete_key(self._verdict)
                 store.delete_key(self._readers)
+        self._over.set()
         return verdict
+
+    def _wait(self) -> list[str]:
+        """Look until something is found, for as long as ranks may wait, or until an interrupt."""
+        start = time.monotonic()
+        while not (found := self._look()):
+            waited = time.monotonic() - start
+            if waited > self._seconds or self._interrupt:
+                break
+            # No store.wait(): on torch 2.6 it blocks all other threads.
+            pause = min(
+                max(waited / 20, _SHORTEST_PAUSE), _LONGEST_PAUSE, self._seconds - waited + _SHORTEST_PAUSE
+            )
+            time.sleep(pause)
+        return found
 
     def _look(self) -> list[str]:
         """Return the keys to read next, if they are there: what all have said, or the verdict."""
@@ -255,14 +282,18 @@ class _Meeting:
             difference = f"{difference[:_LONGEST_TEXT]} ..."
         return Verdict(difference, (), uuid.uuid4().hex, notes)
 
-    def _who_came(self, seconds: float) -> Verdict:
+    def _why_over(self) -> Verdict:
+        """Say why this rank waits no longer."""
+        if self._interrupt:
+            me = self._ranks[self._me]
+            return Verdict(f"rank {me} stopped waiting: {self._interrupt}", (me,))
         said = zip(self._ranks, self._said, strict=True)
         # If all have come, the first rank was too slow to read it.
         missing = [rank for rank, key in said if not self._store.check([key])] or self._ranks[:1]
         came = [rank for rank in self._ranks if rank not in missing]
         error = (
-            f"ranks {came} came within {seconds:g} s, ranks {missing} did not; every rank of the process "
-            "group must use it"
+            f"ranks {came} came within {self._seconds:g} s, ranks {missing} did not; every rank of the "
+            "process group must use it"
         )
         return Verdict(error, tuple(missing))
 
@@ -271,18 +302,8 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 1.0
 """Seconds between two requests to the store while waiting: a twentieth of the time waited so far, within
 these bounds."""
 
-
-def _wait_for(look: Callable[[], list[str]], seconds: float) -> list[str]:
-    """Look until something is found, or for that long."""
-    start = time.monotonic()
-    while not (found := look()):
-        waited = time.monotonic() - start
-        if waited > seconds:
-            break
-        # No store.wait(): an interrupt would not end it, and on torch 2.6 it blocks all other threads.
-        pause = min(max(waited / 20, _SHORTEST_PAUSE), _LONGEST_PAUSE, seconds - waited + _SHORTEST_PAUSE)
-        time.sleep(pause)
-    return found
+_LAST_SECONDS = 2.0
+"""How long the requests after a wait may take, one for each rank: a millisecond for each of 2,000."""
 
 
 def _first_difference(claims: list[Claim], ranks: list[int]) -> str:
@@ -370,26 +391,3 @@ class KnownTerms:
 def _is(kept: weakref.ref[object] | None, about: object | None) -> bool:
     """Return whether what is kept is about this object, and not about an earlier one in its place."""
     return (None if kept is None else kept()) is about
-
-
-_spare: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-"""Connections that nobody uses, by the store that they were cloned from."""
-
-
-@contextlib.contextmanager
-def store_connection() -> Iterator[Any]:
-    """Lend a connection to the default group's store, which no other thread uses meanwhile.
-
-    A request that waits in the store blocks all others on its connection, and ranks may wait for each other.
-    torch 2.6 has one connection only. If the store's process is stopped, or the link to it is cut, a request
-    waits as torch's own do, until the process goes on or TCP gives up.
-    """
-    store: Any = torch_compat.default_store()
-    if not hasattr(store, "clone"):
-        yield store
-        return
-    spare = _spare.setdefault(store, [])
-    connection = spare.pop() if spare else store.clone()
-    del store  # a request that waits for TCP would keep the default group's own connection, too
-    yield connection
-    spare.append(connection)  # not after an error: an answer may still be on its way

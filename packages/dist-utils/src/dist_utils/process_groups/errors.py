@@ -27,21 +27,15 @@ class OriginalTraceback(Exception):  # noqa: N818 - the cause of an error, not a
 
 
 class FirstError:
-    """The first error of a worker or of a comparison, which is raised again from then on.
+    """The first error of a worker or of a comparison, which is raised again from then on."""
 
-    Args:
-        noted: Called when there is one.
-    """
-
-    def __init__(self, noted: Callable[[], object] = object) -> None:
+    def __init__(self) -> None:
         self.error: Exception | None = None
-        self._noted = noted
 
     def keep(self, error: BaseException) -> Exception:
         """Keep a copy of an error, unless there is one already; return the first."""
         if self.error is None:
             self.error = same_error(error)
-            self._noted()
         return self.error
 
 

@@ -8,7 +8,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,12 +18,7 @@ from dist_utils.process_groups.agreement import KnownTerms, Verdict, compare
 from dist_utils.process_groups.errors import FirstError, drop_frames, same_error
 from dist_utils.process_groups.groups import GroupLike, group_behind, resolve_group, runs_on_host
 from dist_utils.process_groups.jobs import HOST, InsideJob, Job, PartedJob, Parts, SideStreams
-from dist_utils.process_groups.worker_thread import (
-    WorkerThread,
-    await_connections,
-    new_private_group,
-    note_failure,
-)
+from dist_utils.process_groups.worker_thread import WorkerThread, await_connections, new_private_group
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -94,7 +88,7 @@ class OrderedWorker:
         self._name = name
         self._terms, self._note = terms, note
         self._starting = threading.RLock()
-        self._failure = FirstError(partial(note_failure, self._group))
+        self._failure = FirstError()
         self._agreed: Verdict | None = None
         self._known = KnownTerms()
         self._thread: WorkerThread | None = None
@@ -334,7 +328,7 @@ class OrderedWorker:
         try:
             whole = self.process_group
             group = new_private_group(whole, f"{whole.group_name}/{self._name}/{name}")
-            thread = WorkerThread(whole, group, self._name, self._failure)
+            thread = WorkerThread(group, self._name, self._failure)
             del group  # its end is the thread's
             # At garbage collection and, as finalizers do, at interpreter exit.
             weakref.finalize(self, thread.stop)

@@ -13,39 +13,27 @@ import torch
 import torch.distributed as dist
 
 from dist_utils import torch_compat
-from dist_utils.process_groups.agreement import store_connection
 from dist_utils.process_groups.errors import FirstError
 from dist_utils.process_groups.jobs import HOST, Job
+from dist_utils.process_groups.store import ask_store, store_answers
 
 _STOP_SECONDS = 5.0
 """How long stopping waits for a job in progress. The thread is a daemon, so the interpreter can exit."""
 
-_with_failed_worker: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-"""Groups of which a worker has failed, until the next one starts. The store may be out of reach: requests
-then wait for long, and so would who closes other workers, as of a state with several candidates."""
-
-
-def note_failure(served: weakref.ref[dist.ProcessGroup]) -> None:
-    """Let workers of this group make no more requests to the store as they end."""
-    if (group := served()) is not None:
-        _with_failed_worker.add(group)
+_FORGET_SECONDS = 1.0
+"""How long the thread waits for the store as it ends: less than a stop, as the store may be out of reach."""
 
 
 class WorkerThread:
     """The thread of an OrderedWorker, which it does not keep alive.
 
     Args:
-        served: The group that the worker was made for, which this does not keep alive.
         group: What the jobs use; destroyed when the thread ends.
         name: The name of the thread.
         failure: Gets the first error of a job. Once it has one, no later job runs.
     """
 
-    def __init__(
-        self, served: dist.ProcessGroup, group: dist.ProcessGroup, name: str, failure: FirstError
-    ) -> None:
-        self._served = weakref.ref(served)
-        _with_failed_worker.discard(served)  # the ranks have just met in the store
+    def __init__(self, group: dist.ProcessGroup, name: str, failure: FirstError) -> None:
         self._name = name
         self._address = f"{group.group_name}//cpu//0/{group.rank()}"
         self._failure = failure
@@ -108,7 +96,7 @@ class WorkerThread:
                 self._handle(job)
         self._finish_parts()
         self._destroy_group()
-        if self._failure.error is None and self._served() not in _with_failed_worker:
+        if self._failure.error is None and store_answers():
             self._forget_address()
 
     def _next(self) -> Job[Any] | threading.Event | None:
@@ -148,14 +136,18 @@ class WorkerThread:
     def _destroy_group(self) -> None:
         group = self._group()
         if group is not None and torch_compat.GROUPS_END_WITHOUT_GIL:  # else it ends with all the others
-            # The main thread may be destroying every group just now, in any of torch's registries.
-            with contextlib.suppress(Exception):
-                dist.destroy_process_group(group)
+            _destroy(group)
 
     def _forget_address(self) -> None:
         """Delete from the store where Gloo's peers have found this rank, which Gloo itself leaves there."""
-        with contextlib.suppress(Exception), store_connection() as store:  # the store may be gone already
-            store.delete_key(self._address)
+        with contextlib.suppress(Exception):  # the store may be gone already
+            ask_store(lambda store: store.delete_key(self._address), _FORGET_SECONDS)
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    # The main thread may be destroying every group just now, in any of torch's registries.
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group(group)
 
 
 def new_private_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
@@ -170,9 +162,12 @@ def new_private_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
         group: The group whose ranks, backends and timeout the new one has.
         name: The same on all ranks, and never used before in this job.
 
+    Raises:
+        torch.distributed.DistError: The ranks are not connected after the group's timeout. Gloo may still
+            try, on a thread of its own.
+
     Cost:
-        Collective among the ranks: returns when they are connected. If one of them is gone, Gloo tries
-        several times, each for the group's timeout.
+        Collective among the ranks: returns when they are connected.
     """
     ranks = dist.get_process_group_ranks(group)
     backend = dist.get_backend_config(group)
@@ -183,10 +178,14 @@ def new_private_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     purpose = "groups of a worker's own"
     helper = torch_compat.private("torch.distributed.distributed_c10d", "_new_process_group_helper", purpose)
     world = torch_compat.private("torch.distributed.distributed_c10d", "_world", purpose)
-    with store_connection() as store:
+
+    me = group.rank()
+    del group  # a thread would keep it that waits for TCP
+
+    def connect(store: Any) -> dist.ProcessGroup:
         new, _ = helper(
             len(ranks),
-            group.rank(),
+            me,
             ranks,
             dist.Backend(backend),
             store,
@@ -194,8 +193,10 @@ def new_private_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
             timeout=timeout,
             group_desc=name,
         )
-    world.pg_group_ranks[new] = {rank: index for index, rank in enumerate(ranks)}
-    return cast("dist.ProcessGroup", new)
+        world.pg_group_ranks[new] = {rank: index for index, rank in enumerate(ranks)}
+        return cast("dist.ProcessGroup", new)
+
+    return ask_store(connect, timeout.total_seconds(), _destroy)
 
 
 def await_connections(group: dist.ProcessGroup) -> None:

@@ -1,0 +1,160 @@
+"""A store that never answers: an error by the group's timeout, no hang, not even of the process's end."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dist_utils import AgreementError, OrderedWorker, require_same_terms
+from dist_utils.process_groups import store as store_requests
+from dist_utils.process_groups.store import ask_store, store_answers
+from dist_utils.testing import run_ranks
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="cannot stop a process")
+
+TIMEOUT = 2.0
+
+SERVER = """
+import signal, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+signal.pause()
+"""
+
+
+def _join(rank, port):
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    limit = timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+
+
+def _sum(group):
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    return total.item()
+
+
+def _stopped(rank, port, pid):
+    """Return how long each call took until it raised, after the store was stopped."""
+    _join(rank, port)
+    used, late = OrderedWorker(), OrderedWorker()
+    used.submit(_sum).wait()
+    name = late.agree()
+    assert name
+    require_same_terms(None, "the store answers")
+    dist.barrier()
+    if rank == 0:
+        os.kill(pid, signal.SIGSTOP)
+    dist.barrier()
+    took = {}
+
+    def measure(what, call, error, text):
+        began = time.monotonic()
+        with pytest.raises(error, match=text):
+            call()
+        took[what] = time.monotonic() - began
+
+    unanswered = "hook: the process group's store has not answered within 4 s"
+    measure("compare", lambda: require_same_terms(None, "hook"), AgreementError, unanswered)
+    assert not store_answers()
+    measure("start", late.submit(_sum).wait, RuntimeError, "store has not answered within 2 s")
+    for what, worker in (("close", used), ("close the failed one", late)):
+        began = time.monotonic()
+        worker.close()
+        took[what] = time.monotonic() - began
+    if rank == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        measure("interrupt", lambda: require_same_terms(None, "hook"), KeyboardInterrupt, "")
+    return took
+
+
+@pytest.fixture
+def server():
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def test_a_store_that_does_not_answer_is_an_error_at_the_timeout(server):
+    port = int(server.stdout.readline())
+    for took in run_ranks(_stopped, 2, port, server.pid, backend=None):  # they end, although threads wait
+        assert took["compare"] < 2 * TIMEOUT + 2
+        assert took["close"] < 1.0
+        assert took["close the failed one"] < 1.0
+        assert took.get("interrupt", 0) < TIMEOUT + 2
+
+
+ENDING = """
+import os, signal, sys
+import pytest, torch.distributed as dist
+from dist_utils.process_groups.store import ask_store
+port, server = map(int, sys.argv[1:])
+store = dist.TCPStore("127.0.0.1", port, is_master=False)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+os.kill(server, signal.SIGSTOP)
+with pytest.raises(dist.DistError):
+    ask_store(lambda store: store.check(["key"]), 0.1)
+os.kill(server, signal.SIGKILL)
+"""
+
+
+def test_a_process_ends_as_usual_when_its_store_ends_with_it(server):
+    port = server.stdout.readline()
+    ended = subprocess.run([sys.executable, "-c", ENDING, port, str(server.pid)], timeout=60, check=False)
+    assert ended.returncode == 0
+
+
+def _late(rank, port, pid):
+    """What comes when nobody waits is undone, its connection is used again, and no thread is left."""
+    _join(rank, port)
+    undone, entered = [], threading.Event()
+    dist.barrier()
+
+    def slowly(store):
+        entered.set()
+        time.sleep(1.0)
+        return store.check(["nothing"])
+
+    with pytest.raises(dist.DistError, match="has not answered within"):
+        ask_store(slowly, 0.1, undone.append)
+    waiting = [store_answers(), len(undone)]
+    while not undone:
+        time.sleep(0.05)
+    time.sleep(0.1)
+    gone = sum(thread.name == "store" for thread in threading.enumerate())
+    return waiting, store_answers(), undone, gone
+
+
+def test_what_comes_late_is_undone(server):
+    port = int(server.stdout.readline())
+    for seen in run_ranks(_late, 2, port, server.pid, backend=None):
+        assert seen == ([False, 0], True, [False], 0)
+
+
+def _forked(rank):
+    """A fork of each rank compares, too, on a connection of its own, while its rank does."""
+    require_same_terms(None, "a connection is left for the next comparison")
+    assert not hasattr(dist.TCPStore, "clone") or sum(map(len, store_requests._spare.values()))
+    dist.barrier()
+    child = os.fork()
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "2" if child else "1"  # parents and children meet apart
+    for number in range(50):
+        require_same_terms(None, "hook", {"number": number})
+    if child == 0:
+        os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.skipif(not hasattr(dist.TCPStore, "clone"), reason="this torch has one connection only")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_has_connections_of_its_own():
+    assert run_ranks(_forked, 2) == [7, 7]
