@@ -89,8 +89,19 @@ def be_rank(job: Job, rank: int, place: Place, folder: Path) -> None:
         finally:
             _leave(training, record)
             del training
-            record.note("left", before=before, after=resources())
+            record.note("left", before=before, after=_settled(before, 3 * job.timeout))
         os._exit(0)
+
+
+def _settled(before: dict[str, int], seconds: float) -> dict[str, int]:
+    """Return what this process uses when only a connection to the store is left open, or after so long.
+
+    Gloo gives up a group that was not connected in time by itself, on a thread of its own, a little later.
+    """
+    end = time.monotonic() + seconds
+    while (after := resources())["sockets"] > before["sockets"] + 1 and time.monotonic() < end:
+        time.sleep(0.1)
+    return after
 
 
 def _join(job: Job, rank: int, place: Place) -> None:
