@@ -39,10 +39,12 @@ class DiLoCo:
         self.optimizer = torch.optim.SGD(self.shared, lr=0.7, momentum=0.9, nesterov=True)
         self.average: torch.futures.Future[list[torch.Tensor]] | None = None
         self.steps = 0
+        self.unshared = 0  # inner steps since the last outer one
 
     def step(self) -> None:
         """Send or receive if it is due. Call it after every step of the inner optimizer."""
         self.steps += 1
+        self.unshared += 1
         since_turn = (self.steps - self.turn) % self.every
         if since_turn == 0:
             self.send()
@@ -52,7 +54,7 @@ class DiLoCo:
     def finish(self) -> None:
         """Average what is not averaged yet: the ranks end with the same parameters."""
         self.receive()
-        if (self.steps - self.turn) % self.every:
+        if self.unshared:
             self.send()
             self.receive()
 
@@ -76,6 +78,7 @@ class DiLoCo:
             for parameter, shared in zip(self.parameters, self.shared, strict=True):
                 parameter.copy_(shared)
             self.average = None
+            self.unshared = 0
 
 
 if __name__ == "__main__":  # every rank learns the same random network from its own data
