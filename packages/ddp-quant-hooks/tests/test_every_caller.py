@@ -121,7 +121,7 @@ def _resumed(make):
 
 def _with_other_options(make):
     """Return the errors of steps on ranks with different options, and what was sent."""
-    caller, texts = make(bits=4 if dist.get_rank() else 8), []
+    caller, texts = make(bits=4, min_bytes=1 if dist.get_rank() else 2), []
     for _ in range(2):
         with pytest.raises(RuntimeError) as caught:
             caller.mean(0)
@@ -204,7 +204,7 @@ def test_other_options_are_an_error_on_every_rank_before_anything_is_sent(seen):
     for rank in seen:
         texts, sent = rank["_with_other_options"]
         for text in texts:
-            assert "bits is 8 on rank 0, 4 on ranks 1, 2" in text
+            assert "min_bytes is 2 on rank 0, 1 on ranks 1, 2" in text
         assert sent == 0
 
 
