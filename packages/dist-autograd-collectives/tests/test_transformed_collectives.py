@@ -1,5 +1,8 @@
 """Collectives under ``torch.func``, ``torch.compile`` and in recorded graphs: as in plain autograd."""
 
+import shutil
+from functools import partial
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -264,6 +267,37 @@ def _inductor(rank):
 @pytest.mark.exhaustive  # a minute of C++ compilers
 def test_inductor_compiles_collectives():
     assert max(run_ranks(_inductor, 2, timeout=240)) < 1e-10
+
+
+# For a rank of each, all that it sends or receives is empty, forward or backward.
+ONE_WAY = {
+    "several": lambda x: dac.broadcast(dac.all_reduce(dac.reduce(x.sin(), 1)), 0),
+    "reduce": lambda x: dac.reduce(x.sin(), 1),
+    "gather, then all_reduce": lambda x: dac.all_reduce(dac.gather(x.sin(), 1)[0]),
+    "all_reduce, then permute": lambda x: dac.permute(dac.all_reduce(x.sin()), [(0, 1)]),
+    "all_reduce, then broadcast, replicated": lambda x: dac.broadcast(
+        dac.all_reduce(x.sin()), 1, grad="replicated"
+    ),
+}
+
+
+def _one_way_by_inductor(rank, names):
+    x, found = _input(rank, 4, 3), {}
+    for name in names:
+        square = lambda x, function: function(x) ** 2  # noqa: E731
+        plain, compiled = (
+            partial(_plain_leaf_grad, partial(square, function=function))
+            for function in (ONE_WAY[name], _compiled(ONE_WAY[name], "inductor"))
+        )
+        found[name] = _largest_error(compiled, x, plain(x))
+    return {name: error for name, error in found.items() if not error < 1e-12}
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.parametrize("names", [["several"], pytest.param(list(ONE_WAY), marks=pytest.mark.exhaustive)])
+def test_inductor_leaves_collectives_of_empty_tensors_in_backward(names, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")  # it does not see changes in this package
+    assert run_ranks(_one_way_by_inductor, 2, names, timeout=240, group_timeout=30) == [{}, {}]
 
 
 @pytest.mark.exhaustive

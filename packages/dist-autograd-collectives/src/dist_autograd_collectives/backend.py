@@ -278,9 +278,7 @@ def separate_parts(received: torch.Tensor, linear_map: Map) -> Tensors:
     """Return the results of a map from what this rank receives in one tensor, or zeros if that is empty."""
     lengths, is_separate = linear_map.received
     parts = split(received, lengths) if is_separate else (received,)
-    if not linear_map.rows:
-        return parts
-    return tuple([part if part.shape[0] else pad(part, linear_map.rows) for part in parts])
+    return tuple([pad(part, linear_map.rows) for part in parts])
 
 
 def start_traceable(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tensor]:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
+from dist_autograd_collectives.reductions import wide_dtype
 from dist_utils import GroupLike, resolve_group
 
 Convention: TypeAlias = Literal["sum", "replicated"]
@@ -209,10 +210,14 @@ class Map:
 
 
 def pad(rows: torch.Tensor, length: int) -> torch.Tensor:
-    """Return a tensor padded with rows of zeros to a length; the result depends on it even if it is empty."""
-    # Not torch.nn.functional.pad: torch 2.6 pads nothing that is empty afterwards, or backward.
-    missing = length - rows.shape[0]
-    return concatenate([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
+    """Return the rows, or zeros of this length that depend on them if there are none."""
+    if not length or rows.shape[0]:
+        return rows
+    # A sum, because torch.nn.functional.pad of torch 2.6 pads nothing that is empty afterwards, or backward,
+    # and Inductor leaves out of torch.cat what is empty: a collective of constant zeros, which belongs to
+    # backward, would run in forward. In a dtype that has sums.
+    zeros = rows.to(wide_dtype(rows.dtype)).sum(0, keepdim=True).to(rows.dtype)
+    return zeros.expand(length, *rows.shape[1:]).contiguous()
 
 
 def as_rows(tensors: Sequence[torch.Tensor]) -> Tensors:
