@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import sys
 import threading
 import time
 import warnings
@@ -270,6 +271,45 @@ def _in_two_threads(rank):
 
 def test_a_step_does_not_wait_for_a_pass_of_another_model_in_another_thread():
     assert run_ranks(_in_two_threads, 2) == [[], []]
+
+
+def _bound_meanwhile(_):
+    """One thread binds models and lets them go, while another one goes on with its own."""
+    group, problems = dist.new_group([0, 1]), []
+    mine, over = [_model() for _ in range(3)], threading.Event()
+    (ddp, watch), *_ = mine
+
+    def bind_others():
+        try:
+            for _ in range(30):
+                others = [DistributedDataParallel(_Net(), process_group=group) for _ in range(3)]
+                bound = [BucketWatch(ddp, "Other") for ddp in others]
+                del bound, others
+                gc.collect()
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            problems.append(repr(error))
+        finally:
+            over.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=bind_others)
+    thread.start()
+    try:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        while not over.is_set():
+            watch.bucket_came()
+            optimizer.step()
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        problems.append(repr(error))
+    finally:
+        thread.join()
+        sys.setswitchinterval(interval)
+    return problems
+
+
+def test_a_thread_may_bind_models_while_another_one_trains():
+    assert run_ranks(_bound_meanwhile, 2) == [[], []]
 
 
 def _sparse(_):

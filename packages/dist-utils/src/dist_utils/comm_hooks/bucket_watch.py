@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -136,13 +137,18 @@ class _Passes:
         self._nodes: dict[int, Any] = {}
         """Those that accumulate gradients, to which DDP listens, if it may take parameters for unused. Each
         keeps its parameter alive."""
-        nodes = self._nodes
-        self._ddp = weakref.ref(ddp, lambda _: nodes.clear())  # a watch may live longer than its model
         self._unheard: set[int] = set()
         """The parameters that have another node since: DDP takes them for unused."""
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Stepped] = (
             weakref.WeakKeyDictionary()
         )
+        nodes, stepped = self._nodes, self._stepped  # both hold parameters
+
+        def free(_: object) -> None:
+            nodes.clear()
+            stepped.clear()
+
+        self._ddp = weakref.ref(ddp, free)  # a watch may live longer than its model
         averaged = _averaged_parameters(ddp)
         may_be_unused = ddp.find_unused_parameters or ddp.static_graph  # that one in its first pass
         self.averaged = frozenset(map(id, averaged))
@@ -157,21 +163,24 @@ class _Passes:
         self.came = True
         if not self._unheard:
             self.unaveraged.clear()
-            if len(_of_models) == 1 and self._hooks:  # there is no other: this has not ended
+            if len(_watched) == 1 and self._hooks:  # there is no other: this has not ended
                 return
-        for passes in _of_models.values():  # another model may have some of the parameters, too
+        for passes in _watched:  # another model may have some of the parameters, too
             for one in (passes.unaveraged.keys() & self.averaged) - self._unheard:
-                del passes.unaveraged[one]
+                passes.unaveraged.pop(one, None)  # its own thread may have removed it
+
+    def belongs_to(self, ddp: DistributedDataParallel | None) -> bool:
+        """Return whether this looks at a model; at ``None``: whether its model is gone."""
+        return self._ddp() is ddp
 
     def end(self) -> None:
         """Stop looking."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        with _changing:
+            _watch_instead(one for one in _watched if one is not self)
+            while self._hooks:
+                self._hooks.pop().remove()
         self.unaveraged.clear()
         self._nodes.clear()
-        ddp = self._ddp()
-        if ddp is not None:
-            _of_models.pop(ddp, None)
 
     def require_averaged(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if the optimizer would step a gradient of this model that was not averaged.
@@ -179,7 +188,7 @@ class _Passes:
         Raises:
             UnaveragedGradientsError: It would.
         """
-        if not self.watches:
+        if not self.watches or self.belongs_to(None):
             self.end()
             return
         ddp, stepped = self._ddp(), self._stepped_by(optimizer)
@@ -278,8 +287,8 @@ class _Passes:
         }
 
     def _refuse(self, ddp: DistributedDataParallel, unaveraged: dict[int, str], *, waits: bool) -> None:
-        states = ", ".join(sorted({watch.state for watch in self.watches}))
-        if not self.came and not any(watch.is_registered(ddp) for watch in self.watches):
+        states = ", ".join(sorted({watch.state for watch in [*self.watches]}))
+        if not self.came and not any(watch.is_registered(ddp) for watch in [*self.watches]):
             self.end()
             warnings.warn(
                 f"an optimizer steps, and the communication hook of the {states} that is bound to the model "
@@ -332,20 +341,30 @@ class _Passes:
             )
 
 
-_of_models: weakref.WeakKeyDictionary[DistributedDataParallel, _Passes] = weakref.WeakKeyDictionary()
+_watched: tuple[_Passes, ...] = ()
+"""Those of all models. Replaced as a whole: threads that train go through it at any time."""
+
+_changing = threading.RLock()
+
+
+def _watch_instead(passes: Iterable[_Passes]) -> None:
+    """Let these be all that is watched. The lock must be held."""
+    global _watched  # noqa: PLW0603
+    _watched = tuple(passes)
 
 
 def _passes_of(ddp: DistributedDataParallel) -> _Passes:
     """Return the passes of a model; those of models of which it has all parameters end."""
-    passes = _of_models.get(ddp)
-    if passes is None:
-        passes = _Passes(ddp)
-        for earlier in list(_of_models.values()):
-            if earlier.averaged <= passes.averaged:
-                earlier.end()
-        _look_at_steps()
-        _of_models[ddp] = passes
-    return passes
+    with _changing:
+        passes = next((one for one in _watched if one.belongs_to(ddp)), None)
+        if passes is None:
+            passes = _Passes(ddp)
+            for earlier in _watched:
+                if earlier.averaged <= passes.averaged or earlier.belongs_to(None):
+                    earlier.end()
+            _look_at_steps()
+            _watch_instead([*_watched, passes])
+        return passes
 
 
 def _error(text: str, names: list[str]) -> UnaveragedGradientsError:
@@ -419,7 +438,7 @@ def _look_at_steps() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    if torch.compiler.is_compiling() or not _of_models:
+    if torch.compiler.is_compiling() or not _watched:
         return None
     if not any(map(_may_be_closure, [*args[1:], *kwargs.values()])):
         _require_averaged(optimizer)
@@ -449,5 +468,5 @@ def _checked(optimizer: torch.optim.Optimizer, closure: Callable[..., Any]) -> C
 
 
 def _require_averaged(optimizer: torch.optim.Optimizer) -> None:
-    for passes in list(_of_models.values()):
+    for passes in _watched:
         passes.require_averaged(optimizer)
