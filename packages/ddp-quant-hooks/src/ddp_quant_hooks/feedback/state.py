@@ -144,7 +144,7 @@ class FeedbackState(HookState):
         """Return this rank's residuals and what they depend on, for :meth:`load_state_dict`.
 
         Every rank has its own: save one file for each, or see :meth:`gather_state_dict`. They are those that
-        the last successful ``backward()`` left.
+        the last successful ``backward()`` left. Call it between steps, not in a thread beside training.
 
         Args:
             model: The model whose gradients were averaged, with or without its ``DistributedDataParallel``
