@@ -58,4 +58,4 @@ __all__ = [
     "start",
 ]
 
-__version__ = "2.1.1"
+__version__ = "2.1.2"
