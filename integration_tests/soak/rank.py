@@ -89,7 +89,8 @@ def be_rank(job: Job, rank: int, place: Place, folder: Path) -> None:
         finally:
             _leave(training, record)
             del training
-            record.note("left", before=before, after=_settled(before, 3 * job.timeout))
+            seconds = 0.0 if TRAININGS[job.training].torch_keeps_groups else 3 * job.timeout
+            record.note("left", before=before, after=_settled(before, seconds))
         os._exit(0)
 
 
