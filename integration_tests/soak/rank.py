@@ -95,14 +95,18 @@ def be_rank(job: Job, rank: int, place: Place, folder: Path) -> None:
 
 
 def _settled(before: dict[str, int], seconds: float) -> dict[str, int]:
-    """Return what this process uses when only a connection to the store is left open, or after so long.
+    """Return what this process uses when nothing more than before is left open, or after so long.
 
-    Gloo gives up a group that was not connected in time by itself, on a thread of its own, a little later.
+    Gloo gives up a group that was not connected in time by itself, on a thread of its own, a little later;
+    torch likewise a connection to a store that is gone.
     """
     end = time.monotonic() + seconds
-    while (after := resources())["sockets"] > before["sockets"] + 1 and time.monotonic() < end:
+    while time.monotonic() < end:
+        after = resources()
+        if all(after[what] <= before[what] for what in ("sockets", "threads")):
+            return after
         time.sleep(0.1)
-    return after
+    return resources()
 
 
 def _join(job: Job, rank: int, place: Place) -> None:
