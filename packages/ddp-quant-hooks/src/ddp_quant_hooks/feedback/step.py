@@ -197,9 +197,7 @@ class Step:
         larger = index > self._last_index
         if task == _OUTSIDE or self.outside:
             return larger and self.outside and task == _OUTSIDE and self._takes_passes
-        return self._has_pass(task) or (
-            larger and self._takes_passes and torch_compat.inside_nested_backward()
-        )
+        return self._has_pass(task) or (larger and self._may_gain_a_pass())
 
     def includes_call(self, task: int) -> bool:
         """Return whether a call on plain tensors that comes now belongs to this step.
@@ -214,12 +212,15 @@ class Step:
             return self.open
         if task == _OUTSIDE or self.outside:
             return False
-        more = self._takes_passes and not self.ended_well
-        return self._has_pass(task) or (more and torch_compat.inside_nested_backward())
+        return self._has_pass(task) or (not self.ended_well and self._may_gain_a_pass())
 
     def take_no_more_passes(self) -> None:
         """Let no pass belong to this step but those that it has been in: it may have raised."""
         self._takes_passes = False
+
+    def _may_gain_a_pass(self) -> bool:
+        """Return whether a pass that runs inside another one now may belong to this step, too."""
+        return self._takes_passes and torch_compat.inside_nested_backward()
 
     def _has_pass(self, task: int) -> bool:
         """Return whether a pass is one of this step's, or around them: those have smaller numbers."""
