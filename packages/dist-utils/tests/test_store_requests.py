@@ -139,10 +139,39 @@ def test_what_comes_late_is_undone(server):
         assert seen == ([False, 0], True, [False], 0)
 
 
+def _from_many_threads(_):
+    """Each thread has a connection to itself, and takes any that is free."""
+    interval, failed = sys.getswitchinterval(), []
+
+    def ask():
+        try:
+            for _ in range(300):
+                ask_store(lambda store: store.check(["nothing"]), timedelta.max.total_seconds())
+        except Exception as error:  # noqa: BLE001 - raised where the test sees it
+            failed.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+    finally:
+        sys.setswitchinterval(interval)
+    return failed
+
+
+def test_many_threads_ask_at_once():
+    assert run_ranks(_from_many_threads, 1) == [[]]
+
+
 def _forked(rank):
     """A fork of each rank compares, too, on a connection of its own, while its rank does."""
     require_same_terms(None, "a connection is left for the next comparison")
-    assert not hasattr(dist.TCPStore, "clone") or sum(map(len, store_requests._spare.values()))
+    assert not hasattr(dist.TCPStore, "clone") or sum(
+        spare.qsize() for spare in store_requests._spare.values()
+    )
     dist.barrier()
     child = os.fork()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"

@@ -19,7 +19,7 @@ from dist_utils import torch_compat
 
 T = TypeVar("T")
 
-_spare: weakref.WeakKeyDictionary[Any, list[_Connection]] = weakref.WeakKeyDictionary()
+_spare: weakref.WeakKeyDictionary[Any, queue.SimpleQueue[_Connection]] = weakref.WeakKeyDictionary()
 """Connections that nobody uses, by the store that they lead to."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_spare.clear)  # they are the parent's
@@ -60,12 +60,15 @@ def ask_store(
         torch.distributed.DistError: The store is gone, or has not answered in time.
         Exception: What ``requests`` raises.
     """
-    spare = _spare.setdefault(torch_compat.default_store(), [])
-    connection = spare.pop() if spare else _Connection()
+    spare = _spare.setdefault(torch_compat.default_store(), queue.SimpleQueue())
+    try:
+        connection = spare.get_nowait()
+    except queue.Empty:
+        connection = _Connection()
     asked: futures.Future[T] = futures.Future()
     try:
         connection.jobs.put((requests, asked, undo))
-        result = asked.result(seconds)
+        result = asked.result(min(seconds, threading.TIMEOUT_MAX))
     except futures.TimeoutError:
         _unanswered.add(asked)
         text = f"the process group's store has not answered within {seconds:g} s"
@@ -73,7 +76,7 @@ def ask_store(
     finally:
         asked.cancel()  # after a timeout or an interrupt; else it has ended
         del asked  # an error that it holds would refer to it by this frame
-    spare.append(connection)  # not after an error: an answer may still be on its way
+    spare.put(connection)  # not after an error: an answer may still be on its way
     return result
 
 
