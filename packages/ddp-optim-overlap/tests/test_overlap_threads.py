@@ -116,6 +116,34 @@ def check_what_was_hidden(cap):
     assert (report.buckets > 1) == (report.seconds_hidden > 0) == (cap < 1), report
 
 
+class Slow(torch.optim.SGD):
+    """Takes four milliseconds for a :class:`runs.Net`: too short for a call of its own elsewhere."""
+
+    def step(self, closure=None):
+        time.sleep(4e-4 * sum(len(group["params"]) for group in self.param_groups))
+        super().step(closure)
+
+
+def check_short_steps_behind_a_slow_wire():
+    """They are hidden as soon as a pass has shown that it mostly waits."""
+
+    def hook(_, bucket):
+        averaged, later = allreduce_hook(None, bucket), torch.futures.Future()
+
+        def slow():
+            time.sleep(0.02 * (1 + bucket.index()))
+            later.set_result(averaged.wait())
+
+        threading.Thread(target=slow).start()
+        return later
+
+    options = {**DECLARED, "comm_hook": hook}
+    ddp, optimizer, handle = runs.start(lambda ddp: Slow(ddp.parameters(), lr=0.1), options=options)
+    runs.train_on(ddp, optimizer, runs.batches(4))
+    report = runs.assert_stepped(handle)
+    assert report.seconds_hidden > report.seconds / 4, report
+
+
 def check_a_slow_peer():
     ddp, optimizer, handle = runs.start(watched, options=DECLARED)
     runs.train_on(ddp, optimizer, runs.batches(1))
