@@ -107,7 +107,7 @@ def module_states() -> dict[str, Any]:
 def gathers() -> dict[str, Any]:
     """Call every collective forward and backward, on 64 MiB."""
     bench = _bench("autograd_collectives")
-    ranks = run_ranks(bench.measure, 2, bench.SIZES["64 MiB"] // 4, 3, timeout=300)
+    ranks = run_ranks(bench.measure, 2, bench.SIZES["64 MiB"] // 4, 3, False, timeout=300)
     return {"ms": {"2 ranks, 64 MiB": slowest(ranks)}}
 
 
