@@ -5,7 +5,8 @@
     python benchmarks/bench_whole_steps.py losses           # an hour
     python benchmarks/bench_whole_steps.py table            # of the stored results, for documents
     python benchmarks/bench_whole_steps.py short-table      # the README's
-    python benchmarks/bench_whole_steps.py equal-time benchmarks/results/low_rank.json  # losses, by links
+    python benchmarks/bench_whole_steps.py factors-table    # low rank and PowerSGD
+    python benchmarks/bench_whole_steps.py equal-time       # losses, by links
 
 Models: transformers of 7 and 57 million parameters on the standard library's sources, a convolutional network
 and a wide perceptron on digits (scikit-learn's). AdamW; SGD for the convolutional network. One thread per
@@ -41,7 +42,7 @@ from whole_steps.plots import draw
 from whole_steps.ranks import Job
 from whole_steps.sides import ALL, COMPUTE, PLAIN, label
 from whole_steps.summary import summarize
-from whole_steps.tables import equal_time, short_table, tables
+from whole_steps.tables import equal_time, factors_table, short_table, tables
 
 
 def measure_cell(cell: Cell, options: Namespace) -> Iterator[Found]:
@@ -111,7 +112,12 @@ def draw_both(results: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Run the requested parts."""
-    printed = {"table": tables, "short-table": short_table, "equal-time": equal_time}
+    printed = {
+        "table": tables,
+        "short-table": short_table,
+        "factors-table": factors_table,
+        "equal-time": equal_time,
+    }
     if len(sys.argv) > 1 and (make := printed.get(sys.argv[1])):
         file = sys.argv[2] if len(sys.argv) > 2 else RESULTS / "whole_steps.json"
         print(make(json.loads(Path(file).read_text())))

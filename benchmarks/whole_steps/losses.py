@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import statistics
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import memory
@@ -40,7 +39,7 @@ LABEL = {**LABELS, OVERLAPPED: label(OVERLAPPED), DILOCO: "DiLoCo, 8 bits every 
 Learner = tuple[Callable[[torch.Tensor], torch.Tensor], torch.optim.Optimizer, Callable[[], None]]
 """A step, the optimizer, and how to end."""
 Curve = dict[str, list[float]]
-"""The mean ``losses`` of every THIN steps, and the ``seconds`` of training until the end of these steps."""
+"""The mean ``losses`` of every THIN steps."""
 
 
 def place_of(model: str) -> str:
@@ -61,21 +60,15 @@ def _curve(task: Task, model_name: str, name: str, seed: int, steps: int) -> Cur
         _diloco(task, seed) if name == DILOCO else _hooked(task, model_name, name, seed, full_steps)
     )
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=WARM_UP)
-    seconds: list[float] = []
-    began = time.perf_counter()
 
     def step(chosen: torch.Tensor) -> torch.Tensor:
         loss = take(chosen)
         schedule.step()
-        seconds.append(round(time.perf_counter() - began, 3))
         return loss
 
     losses = train(task, step, seed, steps)
     close()
-    return {
-        "losses": [round(value, 6) for value in means(losses, THIN)],
-        "seconds": seconds[THIN - 1 :: THIN],
-    }
+    return {"losses": [round(value, 6) for value in means(losses, THIN)]}
 
 
 def _hooked(task: Task, model_name: str, name: str, seed: int, full_steps: int) -> Learner:
@@ -128,10 +121,20 @@ def learn_all(options: Namespace) -> Iterator[Found]:
             yield ("losses", model), {"curves": curves, **about}
 
 
-def loss_after(curve: Curve, seconds: float) -> float:
-    """Return the mean loss of the last AVERAGED steps that were made by then; that of fewer is noisy."""
-    made = max(1, bisect.bisect_right(curve["seconds"], seconds))
-    return statistics.fmean(curve["losses"][max(0, made - AVERAGED // THIN) : made])
+def curve_of(name: str) -> str:
+    """Return the side whose curve a side has: one bucket of low rank has other blocks of the same values."""
+    return name.removesuffix("-one") if name in LOW_RANK else name
+
+
+def seconds_of_steps(name: str, sides: dict[str, Any], steps: int) -> list[float]:
+    """Return when each step of a training ends, by the medians of a cell's sides; nothing without them."""
+    first, count = first_steps(name, steps)
+    first = first if first in sides else "8bits"  # 4 bits were not measured everywhere
+    medians = [sides.get(side, {}).get("median_ms") for side in (first, name)]
+    if None in medians:
+        return []
+    before, after = medians
+    return [*accumulate(1e-3 * (before if step < count else after) for step in range(steps))]
 
 
 def first_steps(name: str, steps: int) -> tuple[str, int]:
@@ -144,11 +147,6 @@ def first_steps(name: str, steps: int) -> tuple[str, int]:
 def full_steps_of(steps: int) -> int:
     """Return how many first steps of a training PowerSGD makes with full gradients, as PyTorch advises."""
     return max(WARM_UP, steps // 10)
-
-
-def steps_after(curve: Curve, seconds: float) -> int:
-    """Return how many steps were made by then, in whole points of the curve."""
-    return THIN * bisect.bisect_right(curve["seconds"], seconds)
 
 
 def complete(entry: dict[str, Any]) -> dict[str, list[Curve]]:

@@ -1,16 +1,16 @@
-"""The loss of few sides over time: what shorter steps are good for."""
+"""The loss of few sides over time, by curves and the times of steps: what shorter steps are good for."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from drawing import BLUE, GRAY, GREEN, VERMILION, name_ends, save, subplots
+from drawing import BLUE, GRAY, GREEN, PURPLE, VERMILION, name_ends, save, subplots
 from training import mean_curve
-from whole_steps.losses import LEARNT, complete, place_of
+from whole_steps.losses import LEARNT, THIN, complete, curve_of, place_of, seconds_of_steps
 from whole_steps.sides import PLAIN, SHORT_LABELS
 
-COLORS = {PLAIN: GRAY, "fp16": VERMILION, "powersgd-one": GREEN, "8bits": BLUE}
+COLORS = {PLAIN: GRAY, "fp16": VERMILION, "powersgd-one": GREEN, "8bits": BLUE, "low-rank-one": PURPLE}
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -18,17 +18,18 @@ def draw(results: dict[str, Any], path: Path) -> None:
     (model, *_) = LEARNT
     entry = results.get("losses", {}).get(model, {"curves": {}})
     curves = complete(entry)
-    if not COLORS.keys() <= curves.keys():
+    cell = results.get("cells", {}).get(place_of(model))
+    if cell is None or not {curve_of(name) for name in COLORS} <= curves.keys():
         return
     title = (
         f"Training loss against time: {place_of(model)} (CPUs, Gloo, emulated). "
-        f"Lines and times are means of {entry['seeds']} seeds."
+        f"Lines are means of {entry['seeds']} seeds."
     )
     figure, (axis,) = subplots([2.6], title)
     ends = {}
     for name, color in COLORS.items():
-        seconds = mean_curve([curve["seconds"] for curve in curves[name]])
-        losses = mean_curve([curve["losses"] for curve in curves[name]])
+        seconds = seconds_of_steps(name, cell["sides"], entry["steps"])[THIN - 1 :: THIN]
+        losses = mean_curve([curve["losses"] for curve in curves[curve_of(name)]])
         axis.plot(seconds, losses, color=color, linewidth=1.2)
         axis.plot(seconds[-1], losses[-1], "o", color=color, markersize=4)
         ends[f"{SHORT_LABELS[name]}:\n{seconds[-1]:.0f} s"] = (seconds[-1], losses[-1], color)

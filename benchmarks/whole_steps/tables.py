@@ -1,38 +1,38 @@
-"""The results as Markdown, for documents. No table is wider than a phone: four columns of numbers at most."""
+"""The results as Markdown, for documents. No table is wider than a phone: five columns of numbers at most."""
 
 from __future__ import annotations
 
 import statistics
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from whole_steps.cells import CELLS, LOOPBACK, Cell
 from whole_steps.losses import (
     AVERAGED,
-    DILOCO,
     LABEL,
     LEARNT,
     POWER_SGD,
     THIN,
     Curve,
     complete,
-    first_steps,
-    loss_after,
+    curve_of,
     place_of,
-    steps_after,
+    seconds_of_steps,
 )
-from whole_steps.sides import ALL, COMPUTE, OURS, OVERLAP, PLAIN, SHORT_LABELS, label
+from whole_steps.sides import ALL, COMPUTE, LOW_RANK, OURS, OVERLAP, PLAIN, SHORT_LABELS, label
 
 GAIN = 1.03
 """Less than 3 % is within the machine's noise."""
+FACTORS = [*POWER_SGD, *LOW_RANK]
+"""Sides that send factors of gradients."""
 SHOWN = [
     name
     for name in ALL
-    if name not in {"auto", *POWER_SGD} and (not name.endswith(OVERLAP) or name == f"8bits{OVERLAP}")
+    if name in {"powersgd-one", "low-rank-one", f"8bits{OVERLAP}"}
+    or not (name == "auto" or name in FACTORS or name.endswith(OVERLAP))
 ]
-"""A sentence says what ``auto`` chose; PowerSGD and overlapped steps have pages of their own."""
+"""A sentence says what ``auto`` chose; factors and overlapped steps have pages of their own."""
 CANDIDATES = {PLAIN, "bf16", "8bits"}
 """What ``auto`` may choose by default: 4 bits exceed its largest error."""
 README_CELLS = (
@@ -45,34 +45,46 @@ README_CELLS = (
     "60M, 2 hosts, 1 Gbit/s",
     "MLP, 2 hosts, 1 Gbit/s",
 )
+SLOW = ("0.2gbit", "0.1gbit", "0.01gbit")
+SHOWN_LOSSES = ("7M", "conv")
+README_SIDES = (PLAIN, "powersgd-one", "8bits", "low-rank-one")
 README_LOSSES = [("7M", "0.1gbit"), ("7M", "1gbit")]
 
 
 def tables(results: dict[str, Any]) -> str:
-    """Return the tables of all steps, and of the first model's losses."""
+    """Return the tables of all steps, and of losses after equal steps."""
     measured = results.get("cells", {})
     cells = {cell.name: measured[cell.name] for cell in CELLS if cell.name in measured}
     parts = [heading(cells), overview(cells)] if cells else []
     parts += [remarks(cells)] if cells else []
     learnt = results.get("losses", {})
-    parts += [losses(LEARNT[0], learnt[LEARNT[0]])] if LEARNT[0] in learnt else []
+    parts += [losses(learnt)] if learnt else []
     return "\n\n".join(parts)
+
+
+def factors_table(results: dict[str, Any]) -> str:
+    """Return the table of all sides that send factors, where several ranks of them were measured."""
+    cells = {
+        cell.name: results["cells"][cell.name]
+        for cell in CELLS
+        if "powersgd4-one" in results["cells"].get(cell.name, {"sides": {}})["sides"]
+    }
+    return _overview(cells, [PLAIN, *FACTORS])
 
 
 def short_table(results: dict[str, Any]) -> str:
     """Return the README's table: few sides, one row for each of some cells."""
     cells = {name: results["cells"][name]["sides"] for name in README_CELLS if name in results["cells"]}
-    shown = [side for side in SHORT_LABELS if any(side in sides for sides in cells.values())]
-    labels = [SHORT_LABELS[side] for side in shown]
+    labels = [SHORT_LABELS[side] for side in README_SIDES]
     rows = [
-        [name, *(_time(sides.get(side), alone=side == PLAIN) for side in shown)]
+        [name, *(_time(sides.get(side), alone=side == PLAIN) for side in README_SIDES)]
         for name, sides in cells.items()
     ]
     losses = []
     for cell in _with_curves(results):
         if cell.name in cells and (cell.model, cell.rate) in README_LOSSES:
-            earliest, reached = _reached(results, cell, shown)
-            own = [_loss_and_steps(reached.get(side), 2) for side in shown]
+            earliest, reached = _reached(results, cell, README_SIDES)
+            own = [_loss_and_steps(reached.get(side), 2) for side in README_SIDES]
             losses.append([f"{cell.name}, after {earliest:.0f} s", *own])
     steps = table(["ms a step (times as fast as plain DDP)", *labels], rows)
     return f"{steps}\n\n{table(['training loss (steps made)', *labels], losses)}"
@@ -102,7 +114,9 @@ def equal_time(results: dict[str, Any]) -> str:
 
 
 def _loss_and_steps(reached: Reached | None, digits: int) -> str:
-    return f"{reached.loss:.{digits}f} ({reached.steps})" if reached else "-"
+    if reached is None or not reached.steps:
+        return "-" if reached is None else "- (0)"
+    return f"{reached.loss:.{digits}f} ({reached.steps})"
 
 
 def _with_curves(results: dict[str, Any]) -> Iterator[Cell]:
@@ -116,14 +130,11 @@ def _with_curves(results: dict[str, Any]) -> Iterator[Cell]:
 def _reached(
     results: dict[str, Any], cell: Cell, names: Sequence[str] = ALL
 ) -> tuple[float, dict[str, Reached]]:
-    """Return the seconds in which the fastest side makes all steps, and what each has reached by then.
-
-    A side in one bucket has the curve of the side in several, which rounds other blocks of the same values.
-    """
+    """Return the seconds in which the fastest side makes all steps, and what each has reached by then."""
     sides, entry = results["cells"][cell.name]["sides"], results["losses"][cell.model]
     curves, steps = complete(entry), entry["steps"]
-    shown = {name: curves.get(name, curves.get(name.removesuffix("-one"))) for name in names}
-    seconds = {name: _seconds_of_steps(name, sides, steps) for name, curve in shown.items() if curve}
+    shown = {name: curves.get(curve_of(name)) for name in names}
+    seconds = {name: seconds_of_steps(name, sides, steps) for name, curve in shown.items() if curve}
     earliest = min(own[-1] for own in seconds.values() if own)
     found = {}
     for name, own in seconds.items():
@@ -133,17 +144,6 @@ def _reached(
             losses = [statistics.fmean(curve["losses"][points]) for curve in shown[name] or ()]
             found[name] = Reached(statistics.fmean(losses), made)
     return earliest, found
-
-
-def _seconds_of_steps(name: str, sides: dict[str, Any], steps: int) -> list[float]:
-    """Return when each step of a training ends, by the medians of measured steps; nothing without them."""
-    first, count = first_steps(name, steps)
-    first = first if first in sides else "8bits"  # 4 bits were not measured everywhere
-    medians = [sides.get(side, {}).get("median_ms") for side in (first, name)]
-    if None in medians:
-        return []
-    before, after = medians
-    return [*accumulate(1e-3 * (before if step < count else after) for step in range(steps))]
 
 
 def _model(cell: str) -> str:
@@ -166,22 +166,22 @@ def heading(cells: dict[str, Any]) -> str:
 def overview(cells: dict[str, Any]) -> str:
     """Return tables of times, sides down and cells across.
 
-    The first model has tables for two ranks, for more at 1 Gbit/s and on slower links; the others share one.
+    The first model has tables for two ranks and for more, each for slow links, too; the others share one.
     """
     parts: dict[tuple[str, bool, bool], dict[str, Any]] = {}
     for cell in CELLS:
         if cell.name in cells:
             model = cell.model if cell.model == CELLS[0].model else ""
-            key = (model, cell.world_size > 2, cell.world_size > 2 and cell.rate == "1gbit")
+            key = (model, cell.world_size > 2, cell.rate in SLOW)
             parts.setdefault(key, {})[cell.name] = cells[cell.name]
     return "\n\n".join(map(_overview, parts.values()))
 
 
-def _overview(cells: dict[str, Any]) -> str:
+def _overview(cells: dict[str, Any], names: Sequence[str] = SHOWN) -> str:
     sides = [cell["sides"] for cell in cells.values()]
     shown = [
         name
-        for name in [COMPUTE, *SHOWN]
+        for name in [COMPUTE, *names]
         if any(name in of_cell and "failed" not in of_cell[name] for of_cell in sides)
     ]
     models = set(map(_model, cells))
@@ -247,48 +247,41 @@ def _failures(cells: dict[str, Any]) -> Iterator[str]:
         yield f"{label(key)} fails ({cause}): {'; '.join(names)}."
 
 
-def losses(model: str, entry: dict[str, Any]) -> str:
-    """Return the losses after equal steps, and when the fastest hook has made all steps, with each seed."""
-    curves = complete(entry)
-    earliest = _earliest_end(curves)
-    rows = [
-        [LABEL[name], *_final(curve, curves.get(PLAIN)), f"{_end(curve):.0f}", _loss_after(curve, earliest)]
-        for name, curve in curves.items()
-        if not name.endswith(OVERLAP)  # The same bits.
-    ]
-    heads = [
-        f"{place_of(model)}, emulated: training loss",
-        f"after {entry['steps']} steps",
-        "minus plain DDP's [of each seed]",
-        f"seconds for {entry['steps']} steps",
-        f"after {earliest:.0f} s (steps made)",
-    ]
-    return table(heads, rows)
+def losses(learnt: dict[str, Any]) -> str:
+    """Return the losses after equal steps: of the first model with each seed, of the other one their mean."""
+    first, other = ({} if model not in learnt else complete(learnt[model]) for model in SHOWN_LOSSES)
+    names = [name for name in ALL if name in {*first, *other} and not name.endswith(OVERLAP)]  # the same bits
+    rows = [[LABEL[name], *_of_seeds(first, name), _mean_difference(other, name)] for name in names]
+    one, another = map(place_of, SHOWN_LOSSES)
+    minus = "minus plain DDP's"
+    return table(["training loss", f"{one}", f"{minus} [of each seed]", f"{another}: {minus}"], rows)
 
 
-def _end(curves: list[Curve]) -> float:
-    return statistics.fmean(curve["seconds"][-1] for curve in curves)
-
-
-def _earliest_end(curves: dict[str, list[Curve]]) -> float:
-    """Return when the fastest hook has made all its steps, with each seed."""
-    return min(
-        max(curve["seconds"][-1] for curve in of_seeds) for name, of_seeds in curves.items() if name != DILOCO
-    )
-
-
-def _loss_after(curves: list[Curve], seconds: float) -> str:
-    loss = statistics.fmean(loss_after(curve, seconds) for curve in curves)
-    return f"{loss:.2f} ({statistics.fmean(steps_after(curve, seconds) for curve in curves):.0f})"
-
-
-def _final(own: list[Curve], plain: list[Curve] | None) -> tuple[str, str]:
-    mean = f"{statistics.fmean(curve['losses'][-1] for curve in own):.3f}"
-    if plain is None or own is plain:
+def _of_seeds(curves: dict[str, list[Curve]], name: str) -> tuple[str, str]:
+    if name not in curves:
+        return "-", "-"
+    mean = f"{statistics.fmean(_ends(curves[name])):.3f}"
+    if name == PLAIN:
         return mean, ""
-    differences = [mine["losses"][-1] - its["losses"][-1] for mine, its in zip(own, plain, strict=True)]
+    differences = _differences(curves, name)
     each = ", ".join(f"{difference:+.4f}" for difference in differences)
     return mean, f"{statistics.fmean(differences):+.4f} [{each}]"
+
+
+def _mean_difference(curves: dict[str, list[Curve]], name: str) -> str:
+    if name not in curves:
+        return "-"
+    if name == PLAIN:
+        return f"its own: {statistics.fmean(_ends(curves[name])):.3f}"
+    return f"{statistics.fmean(_differences(curves, name)):+.4f}"
+
+
+def _differences(curves: dict[str, list[Curve]], name: str) -> list[float]:
+    return [mine - plain for mine, plain in zip(_ends(curves[name]), _ends(curves[PLAIN]), strict=True)]
+
+
+def _ends(curves: list[Curve]) -> list[float]:
+    return [curve["losses"][-1] for curve in curves]
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:

@@ -217,8 +217,7 @@ def test_the_table_of_advice_has_the_numbers_of_the_results():
         f"{ratios[slow, '8bits']} and {ratios[slow, '4bits']}",
         f"{ratios[fast, '8bits']}, {ratios[fast, 'bf16']}",
     ]
-    low_rank = json.loads((RESULTS / "low_rank.json").read_text())["cells"][slow]["sides"]["low-rank-one"]
-    texts += [f"{low_rank['faster_than_plain']['median']:.2f} in one bucket"]
+    texts += [f"{ratios[slow, 'low-rank-one']} in one bucket"]
     texts += [f"{ratios['60M, 2 hosts, 1 Gbit/s', '8bits']} (57 million)"]
     assert [text for text in texts if not stands(Place("docs/choose.md", ""), text)] == []
 
@@ -243,17 +242,16 @@ def test_the_table_of_many_ranks_is_that_of_the_results():
 
 
 def test_sentences_about_whole_steps_have_the_numbers_of_the_results():
-    results = json.loads((RESULTS / "low_rank.json").read_text())
-    sides = results["cells"]["7M, 2 hosts, 0.1 Gbit/s"]["sides"]
+    results = json.loads((RESULTS / "whole_steps.json").read_text())
+    cells = {name: cell["sides"] for name, cell in results["cells"].items()}
     ours, theirs, eight = (
-        sides[side]["faster_than_plain"]["median"] for side in ("low-rank-one", "powersgd-one", "8bits")
+        cells["7M, 2 hosts, 0.1 Gbit/s"][side]["faster_than_plain"]["median"]
+        for side in ("low-rank-one", "powersgd-one", "8bits")
     )
     picture = f"at 0.1 Gbit/s low rank {ours:.1f}, PowerSGD {theirs:.1f}, 8 bits {eight:.2f}"
     assert stands(Place("README.md", ""), picture)
     where = f"({results['machine']['cpu']}), Gloo, torch {results['versions']['torch']}, {results['date']}."
     assert stands(Place("README.md", ""), where)
-    results = json.loads((RESULTS / "whole_steps.json").read_text())
-    cells = {name: cell["sides"] for name, cell in results["cells"].items()}
     eight, half = (cells["7M, 2 hosts of 4 ranks, 1 Gbit/s"][side] for side in ("8bits", "bf16"))
     cores = (
         f"8 bits take {eight['wire_ms']:.0f} ms on the wire, but a step takes "
@@ -264,25 +262,28 @@ def test_sentences_about_whole_steps_have_the_numbers_of_the_results():
 
 
 @pytest.mark.parametrize(
-    ("command", "results", "document", "section"),
+    ("commands", "document", "section"),
     [
-        ("table", "whole_steps.json", "docs/benchmarks/whole-steps.md", None),
-        ("short-table", "low_rank.json", "README.md", "## Measured"),
-        ("equal-time", "low_rank.json", "docs/benchmarks/low-rank.md", "## Losses after equal time"),
+        (("table", "equal-time"), "docs/benchmarks/whole-steps.md", None),
+        (("short-table",), "README.md", "## Measured"),
+        (("factors-table",), "docs/benchmarks/low-rank.md", "## Other ranks"),
     ],
 )
-def test_the_tables_of_whole_steps_are_those_of_the_results(command, results, document, section):
-    done = subprocess.run(
-        [sys.executable, "bench_whole_steps.py", command, RESULTS / results],
-        cwd=ROOT / "benchmarks",
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+def test_the_tables_of_whole_steps_are_those_of_the_results(commands, document, section):
+    measured = []
+    for command in commands:
+        done = subprocess.run(
+            [sys.executable, "bench_whole_steps.py", command],
+            cwd=ROOT / "benchmarks",
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        measured += done.stdout.splitlines()
     page = (ROOT / document).read_text()
     if section is not None:
         page = page.partition(f"\n{section}\n")[2].partition("\n## ")[0]
-    stated, measured = page.splitlines(), done.stdout.splitlines()
+    stated = page.splitlines()
     assert [line for line in measured if line not in stated] == []
     rows = {line for line in measured if line.startswith("|")}
     assert [line for line in stated if line.startswith("|") and line not in rows] == []
