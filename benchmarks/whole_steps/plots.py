@@ -18,8 +18,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     (model, *_) = LEARNT
     entry = results.get("losses", {}).get(model, {"curves": {}})
     curves = complete(entry)
-    cell = results.get("cells", {}).get(place_of(model))
-    if cell is None or not {curve_of(name) for name in COLORS} <= curves.keys():
+    sides = results.get("cells", {}).get(place_of(model), {"sides": {}})["sides"]
+    if not (COLORS.keys() <= sides.keys() and {curve_of(name) for name in COLORS} <= curves.keys()):
         return
     title = (
         f"Training loss against time: {place_of(model)} (CPUs, Gloo, emulated). "
@@ -28,7 +28,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure, (axis,) = subplots([2.6], title)
     ends = {}
     for name, color in COLORS.items():
-        seconds = seconds_of_steps(name, cell["sides"], entry["steps"])[THIN - 1 :: THIN]
+        seconds = seconds_of_steps(name, sides, entry["steps"])[THIN - 1 :: THIN]
         losses = mean_curve([curve["losses"] for curve in curves[curve_of(name)]])
         axis.plot(seconds, losses, color=color, linewidth=1.2)
         axis.plot(seconds[-1], losses[-1], "o", color=color, markersize=4)

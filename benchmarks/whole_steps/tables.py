@@ -261,7 +261,7 @@ def _of_seeds(curves: dict[str, list[Curve]], name: str) -> tuple[str, str]:
     if name not in curves:
         return "-", "-"
     mean = f"{statistics.fmean(_ends(curves[name])):.3f}"
-    if name == PLAIN:
+    if name == PLAIN or PLAIN not in curves:
         return mean, ""
     differences = _differences(curves, name)
     each = ", ".join(f"{difference:+.4f}" for difference in differences)
@@ -269,7 +269,7 @@ def _of_seeds(curves: dict[str, list[Curve]], name: str) -> tuple[str, str]:
 
 
 def _mean_difference(curves: dict[str, list[Curve]], name: str) -> str:
-    if name not in curves:
+    if name not in curves or PLAIN not in curves:
         return "-"
     if name == PLAIN:
         return f"its own: {statistics.fmean(_ends(curves[name])):.3f}"
