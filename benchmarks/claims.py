@@ -180,10 +180,10 @@ BUCKETS, ACCURACY, WHOLE_STEPS = (
 QUANT, CHOOSE = "packages/ddp-quant-hooks/README.md", "docs/choose.md"
 STATED = {
     "7M": (
-        (CHOOSE, "{value:.2f} (7 million parameters)"),
-        (QUANT, "{value:.2f} times as fast as with plain DDP (7 million parameters)"),
+        Place(CHOOSE, "{value:.2f} (7 million parameters)"),
+        Place(QUANT, "{value:.2f} times as fast as with plain DDP (7 million parameters)"),
     ),
-    "MLP": ((CHOOSE, "{value:.2f} (19 million)"), (QUANT, "or {value:.2f} times (19 million)")),
+    "MLP": (Place(CHOOSE, "{value:.2f} (19 million)"), Place(QUANT, "or {value:.2f} times (19 million)")),
 }
 """Sentences about 8 bits between two hosts at 1 Gbit/s, by model."""
 FP32 = "fp32, allreduce_hook"
@@ -207,47 +207,57 @@ def _bucket(bits: str, row: str, key: str, hosts: int, rate: str) -> Claim:
     )
 
 
-def _step(side: str, label: str, model: str, cell: str) -> Claim:
-    """Return a claim of the tables of whole steps, in summaries and on their page."""
-    case = f"{model}, {cell}"
-    row = f"ours: {label.replace(', overlapped step', ' + overlap')}"
-    sentences = [Place(document, text) for document, text in STATED[model]] if side == "8bits" else []
+def _step(
+    side: str, label: str, row: str, case: str, *stated: Place, measured_by: str = "whole_steps"
+) -> Claim:
+    """Return a claim of the tables of whole steps, on their page and where else it is stated.
+
+    Args:
+        side: The side in the results.
+        label: Its name in sentences.
+        row: Its row in the tables.
+        case: The cell of the results: a model and the place where it trains.
+        stated: Other places.
+        measured_by: As of :class:`Claim`.
+    """
+    model, where = case.split(", ", 1)
     return Claim(
         name=f"whole steps, {label}, {case}",
         sentence=f"A training step, {case}, is {{value:.2f}} times as fast as plain DDP's with {label}.",
-        places=(
-            *sentences,
-            Place(WHOLE_STEPS, "({value:.2f}x)", row, cell if model == "7M" else case),
-        ),
+        places=(*stated, Place(WHOLE_STEPS, "({value:.2f}x)", row, where if model == "7M" else case)),
         results="whole_steps.json",
         one=("cells", case, "sides", side, "faster_than_plain"),
         compared=("cells", case, "sides", side, "gain_of_possible"),
-        measured_by="whole_steps",
+        measured_by=measured_by,
     )
 
 
 CLAIMS = (
     *(
-        _step(side, label, model, "2 hosts, 1 Gbit/s")
-        for side, label in (("8bits", "8 bits"), ("8bits+overlap", "8 bits, overlapped step"))
-        for model in ("7M", "MLP")
+        _step("8bits", "8 bits", "ours: 8 bits", f"{model}, 2 hosts, 1 Gbit/s", *stated)
+        for model, stated in STATED.items()
     ),
     *(
-        Claim(
-            name=f"whole steps, {label}, {SLOW}",
-            sentence=f"A training step, {SLOW}, is {{value:.1f}} times as fast as plain DDP's with {label}.",
-            places=(
-                Place("README.md", "({value:.2f}x)", SLOW, label),
-                Place(WHOLE_STEPS, "({value:.2f}x)", row, SLOW.split(", ", 1)[1]),
-            ),
-            results="whole_steps.json",
-            one=("cells", SLOW, "sides", side, "faster_than_plain"),
-            compared=("cells", SLOW, "sides", side, "gain_of_possible"),
+        _step(
+            "8bits+overlap",
+            "8 bits, overlapped step",
+            "ours: 8 bits + overlap",
+            f"{model}, 2 hosts, 1 Gbit/s",
+        )
+        for model in STATED
+    ),
+    *(
+        _step(
+            side,
+            label,
+            row,
+            SLOW,
+            Place("README.md", "({value:.2f}x)", SLOW, label),
             measured_by="steps_on_a_slow_link",
         )
-        for label, side, row in (
-            ("8 bits", "8bits", "ours: 8 bits"),
-            ("low rank", "low-rank-one", "ours: low rank, rank 8, one bucket"),
+        for side, label, row in (
+            ("8bits", "8 bits", "ours: 8 bits"),
+            ("low-rank-one", "low rank", "ours: low rank, rank 8, one bucket"),
         )
     ),
     _bucket("8 bits", "**8 bits**", "ours: 8 bits", 2, "1gbit"),

@@ -32,7 +32,7 @@ millisecond besides the step, and competes with hooks that work on a thread."""
 _LEAST_SECONDS_AT_REST, _REST = 0.001, 5.0
 """Such a part where the last pass has waited so many times as long for averages as for its steps: a slow wire
 leaves the processor with nothing to do. 10 MB on two hosts at 1 Gbit/s took 101 ms instead of 104, and 58
-instead of 61 in 16 bits. On loopback, where it competes, the waits are 0.1 to 4 times as long."""
+instead of 61 in 16 bits. On loopback, where it competes, the median pass waited 0 to 3.5 times as long."""
 
 _MOST_SECONDS = 5.0
 """How long averages of a failed pass are waited for: some hooks never complete them."""
