@@ -6,6 +6,7 @@ once, and a timeout passes for all at the same time.
 
 import copy
 import functools
+import itertools
 import os
 import re
 import threading
@@ -19,9 +20,12 @@ import torch
 import torch.distributed as dist
 from peer_cases import CASES, COLLECTIVES, DIFFERENCES, GLOO_ERROR, RANKS, TRAINED, VICTIM
 from soak.trouble import raise_here
+from torch.nn.parallel import DistributedDataParallel
 from trainings import Places, assert_same_bits
 
+from ddp_compress_hooks import allreduce_hook, fp16_compress_wrapper
 from ddp_optim_overlap import CommunicationError
+from ddp_quant_hooks import AutoState, QuantizedAllreduceState, auto_hook, quantized_allreduce_hook
 from dist_utils.testing import patience, run_ranks, stop_process
 
 OTHERS = [rank for rank in range(RANKS) if rank != VICTIM]
@@ -248,3 +252,38 @@ def test_ranks_that_differ_all_get_an_error_that_says_in_what_and_step_nothing(o
     for rank in range(RANKS):
         _assert_error(outcome, rank, name, case, case.text if rank in case.witnesses else GLOO_ERROR)
         assert outcome.seen[rank][name].moved == []
+
+
+def _dies_within(_, around):
+    """The victim dies in a new bucket, after one state has compared it, and before the next one does."""
+    calls = itertools.count()
+
+    def hook(state, bucket):
+        if dist.get_rank() == VICTIM and next(calls) == 1:
+            os._exit(3)
+        return quantized_allreduce_hook(state, bucket)
+
+    state = QuantizedAllreduceState()
+    if around == "auto":
+        state, hook = (
+            AutoState(candidates={"dies": (state, hook), "other": (None, allreduce_hook)}),
+            auto_hook,
+        )
+    else:
+        hook = fp16_compress_wrapper(hook)
+    ddp = DistributedDataParallel(
+        torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]), bucket_cap_mb=0.01
+    )
+    ddp.register_comm_hook(state, hook)
+    ddp(torch.ones(2, 64)).sum().backward()  # in one bucket; then DDP makes several
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 2\] came within"):
+        ddp(torch.ones(2, 64)).sum().backward()
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("around", ["auto", "wrapper"])
+def test_a_rank_that_dies_between_the_comparisons_of_two_states_is_waited_for_once(around):
+    limit = patience(TIMEOUT_SECONDS)
+    for seconds in run_ranks(_dies_within, RANKS, around, group_timeout=limit, may_die={VICTIM}):
+        assert seconds is None or seconds < 1.7 * limit

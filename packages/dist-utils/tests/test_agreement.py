@@ -88,7 +88,7 @@ class _NotShown:
 WRONG = {
     "problem": ({"problem": ValueError("no bits")}, "ValueError: no bits"),
     "terms": ({"terms": [1]}, "AttributeError: "),
-    "timeout": ({"timeout": 3}, "AttributeError: "),
+    "timeout": ({"timeout": 3}, "TypeError: timeout must be a datetime.timedelta"),
     "no repr": ({"terms": {"a": _NotShown(LookupError("no text"))}}, "LookupError: no text"),
     "exits": ({"terms": {"a": _NotShown(SystemExit(3))}}, "SystemExit: 3"),
 }

@@ -1,5 +1,6 @@
 """A store that never answers: an error by the group's timeout, no hang, not even of the process's end."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -90,6 +91,104 @@ def test_a_store_that_does_not_answer_is_an_error_at_the_timeout(server):
         assert took["close"] < 1.0
         assert took["close the failed one"] < 1.0
         assert took.get("interrupt", 0) < TIMEOUT + 2
+
+
+def _joined(rank, port, pid, waits_already):
+    """Rank 1 gives up while the store is stopped, and tries again; rank 0 makes its first call after that."""
+    _join(rank, port)
+    dist.barrier()
+    attempts = []
+    if rank == 1 and not waits_already:
+        time.sleep(0.5)
+    if rank == 0:
+        time.sleep(0.25)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(TIMEOUT + 3.0)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.25)
+    titles = ["first", "second", "third"]
+    while titles and len(attempts) < 10:
+        try:
+            attempts.append(require_same_terms(None, titles[0]))
+            del titles[0]
+        except AgreementError as error:
+            attempts.append(str(error))
+    return attempts
+
+
+@pytest.mark.parametrize("waits_already", [False, True])
+def test_who_gave_up_does_not_count_and_the_next_attempts_meet(server, waits_already):
+    port = int(server.stdout.readline())
+    first, second = run_ranks(_joined, 2, port, server.pid, waits_already, backend=None)
+    gave_up = "first: the process group's store has not answered within 4 s"
+    assert second == [gave_up, *first]
+    assert len(first) == 3
+
+
+def _leaves(rank, path):
+    """Rank 0 keeps the store; it comes late, and its process ends as soon as it has compared."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # run_ranks has set it; no agent keeps this store
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        path.with_suffix(".new").write_text(str(store.port))
+        path.with_suffix(".new").rename(path)
+    while not path.exists():
+        time.sleep(0.01)
+    if rank > 0:
+        store = dist.TCPStore("127.0.0.1", int(path.read_text()), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=30))
+    dist.barrier()
+    if rank == 0:
+        time.sleep(3.0)
+    name = require_same_terms(None, "last")
+    if rank == 0:
+        os._exit(0)
+    return name
+
+
+def test_all_read_the_verdict_before_the_rank_that_keeps_the_store_leaves(tmp_path):
+    _, second, third = run_ranks(_leaves, 3, tmp_path / "port", backend=None, may_die={0})
+    assert second == third
+
+
+LEAVING = """
+import sys, threading, time
+from datetime import timedelta
+import torch.distributed as dist
+from dist_utils import AgreementError, require_same_terms
+def compare():
+    try:
+        require_same_terms(None, "hook")
+    except AgreementError as error:
+        return error
+port, rank = map(int, sys.argv[1:])
+store = dist.TCPStore("127.0.0.1", port, is_master=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=30))
+dist.barrier()
+if rank == 0:
+    threading.Thread(target=compare, daemon=True).start()
+    time.sleep(0.3)
+elif rank == 1:
+    print(compare())
+else:
+    time.sleep(1.0)
+"""
+
+
+def test_a_process_may_end_while_a_thread_compares_and_its_peers_hear_of_it(server):
+    port = server.stdout.readline()
+    with contextlib.ExitStack() as until_end:
+        first, second, third = (
+            until_end.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", LEAVING, port, str(rank)], stdout=subprocess.PIPE, text=True
+                )
+            )
+            for rank in range(3)
+        )
+        heard = second.communicate(timeout=60)[0]
+    assert heard == "hook: rank 0 stopped waiting: its process ends\n"
+    assert [one.returncode for one in (first, second, third)] == [0, 0, 0]
 
 
 ENDING = """

@@ -20,7 +20,7 @@ from ddp_quant_hooks.auto.trial import Choice, Trial, TrialPass, largest_of_rank
 from ddp_quant_hooks.averaging import is_captured
 from ddp_quant_hooks.feedback.step import Kind, Step
 from ddp_quant_hooks.hook import check_buffer
-from dist_utils import GroupLike, torch_compat
+from dist_utils import GroupLike, OrderedWorker, torch_compat
 from dist_utils.comm_hooks import Bucket, HookState, Mark, buckets_only, completed_future, failed_future
 from dist_utils.torch_compat import GradBucket
 
@@ -172,7 +172,9 @@ class AutoState(HookState):
         if not self.trying:
             return candidate.hook(candidate.state, bucket)
         call = partial(_try, self._turn.candidate, candidate, bucket)
-        return self._turn.average(self.worker, bucket.buffer(), call)
+        averaged = self._turn.average(self.worker, bucket.buffer(), call)
+        averaged.add_done_callback(partial(_fail_too, self.worker))
+        return averaged
 
     def refuse_capture(self, buffer: torch.Tensor) -> None:
         """Raise if a bucket is captured in a CUDA graph, which would repeat one step's candidate forever.
@@ -411,6 +413,14 @@ def _try(name: str, candidate: Candidate, bucket: GradBucket) -> torch.futures.F
     if not hasattr(averaged, "then"):  # futures of C++ are of another class than torch.futures.Future
         raise CandidateError(f"candidate {name!r} returned a {type(averaged).__name__}, no future")
     return averaged
+
+
+def _fail_too(worker: OrderedWorker, averaged: torch.futures.Future[Any]) -> None:
+    """Fail with a candidate: the pass's next bucket must not wait for the timeout of a lost peer again."""
+    try:
+        averaged.value()
+    except Exception as error:  # noqa: BLE001 - whatever a candidate raises
+        worker.fail(error)
 
 
 def _check_limit(max_error: object) -> float | None:

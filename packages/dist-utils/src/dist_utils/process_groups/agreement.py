@@ -7,14 +7,13 @@ ranks have found each other, works even then.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from dist_utils import torch_compat
 from dist_utils.process_groups.errors import error_text
 from dist_utils.process_groups.groups import GroupLike, collective_device, resolve_group
-from dist_utils.process_groups.store import ask_store
+from dist_utils.process_groups.store import Caller, ask_store
 
 
 class AgreementError(RuntimeError):
@@ -107,6 +106,7 @@ def require_same_terms(
             lost its connection to the store.
         Exception: Whatever the ``repr`` of a term raises, on this rank; the others get an ``AgreementError``.
         RuntimeError, TypeError, ValueError: As :func:`dist_utils.resolve_group`.
+        TypeError, ValueError: ``timeout`` is no ``timedelta``, or is negative.
 
     Cost:
         About a millisecond with two ranks on one machine: about seven requests to the store per rank, of
@@ -146,7 +146,7 @@ def compare(
     claim, seconds = Claim(f"{title}", {}), None
     try:
         claim = Claim(claim.title, _term_texts(terms()), note())
-        seconds = None if timeout is None else timeout.total_seconds()
+        seconds = None if timeout is None else _seconds(timeout)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         problem = error if problem is None else problem
     if group.size() == 1 or dist.get_backend(group) == "fake":
@@ -176,24 +176,35 @@ def compare(
 _LONGEST_TEXT = 100_000
 """Characters of a difference or problem that ranks are told: torch's store takes no value above 8 MiB."""
 
-_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
-"""The numbers of the next meetings of each group."""
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, _Series] = weakref.WeakKeyDictionary()
+"""The meetings of each group."""
 
 
-def _next_prefixes(group: dist.ProcessGroup) -> Iterator[str]:
-    """Return the beginnings of the keys of a group's next meetings: of use is the first that is not over.
+class _Series:
+    """The meetings of a group, by number, as this rank has counted them.
+
+    Attributes:
+        next: The first number that this rank has not used.
+    """
+
+    def __init__(self) -> None:
+        self.next = 0
+
+
+def _prefix_of_meetings(group: dist.ProcessGroup) -> str:
+    """Return the beginning of the keys of a group's meetings.
 
     A job that torchrun restarts finds the store of its last attempt, if that is the agent's. (Agents of
     several machines may count attempts differently: their ranks do not meet, and the job must be started
     anew.) A new group in one process may find that of an earlier group with its name; and torch may give
     disjoint groups the same name.
     """
-    in_agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if in_agents_store else "0"
-    first = dist.get_process_group_ranks(group)[0]
-    numbers = _meetings.setdefault(group, itertools.count())
-    beginning = f"dist_utils/{attempt}/{group.group_name}:{first}"
-    return (f"{beginning}/{number}" for number in numbers)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _agent_keeps_store() else "0"
+    return f"dist_utils/{attempt}/{group.group_name}:{dist.get_process_group_ranks(group)[0]}"
+
+
+def _agent_keeps_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 class _Meeting:
@@ -207,10 +218,12 @@ class _Meeting:
 
     def __init__(self, group: dist.ProcessGroup, claim: Claim, seconds: float) -> None:
         self._claim, self._seconds = claim, seconds
-        self._prefixes = _next_prefixes(group)  # not the group, which a thread would keep that waits for TCP
+        # Not the group, which a thread would keep that waits for TCP.
+        self._prefix, self._series = _prefix_of_meetings(group), _meetings.setdefault(group, _Series())
         self._ranks = dist.get_process_group_ranks(group)
         self._me = group.rank()
-        self._interrupt = ""
+        self._may_keep_store = dist.get_rank() == 0 and not _agent_keeps_store()
+        self._caller = Caller()
         self._over = threading.Event()
 
     def verdict(self) -> Verdict:
@@ -220,19 +233,24 @@ class _Meeting:
             torch.distributed.DistError: As :func:`dist_utils.process_groups.store.ask_store`.
         """
         try:
-            return ask_store(self._hold, self._seconds + _LAST_SECONDS)
-        except dist.DistError:  # the store is gone: nobody can be told
+            return ask_store(self._hold, self._seconds + _LAST_SECONDS, caller=self._caller)
+        except dist.DistError:  # nobody can be told
             raise
-        except BaseException as error:
-            self._interrupt = repr(error)  # not itself: its frames refer to this
+        except BaseException:
             self._over.wait(_LAST_SECONDS)
             raise
 
     def _hold(self, store: Any) -> Verdict:
         self._store = store
-        prefix = next(prefix for prefix in self._prefixes if not store.check([f"{prefix}/verdict"]))
-        self._verdict, self._readers = f"{prefix}/verdict", f"{prefix}/readers"
-        self._said = [f"{prefix}/{index}" for index in range(len(self._ranks))]
+        number = self._series.next
+        while store.check([f"{self._prefix}/{number}/verdict"]):
+            number += 1
+        if self._caller.gave_up:  # as if it had never come: the caller's next attempt has this number
+            raise dist.DistError(self._caller.gave_up)
+        self._series.next = number + 1
+        beginning = f"{self._prefix}/{number}"
+        self._verdict, self._readers = f"{beginning}/verdict", f"{beginning}/readers"
+        self._said = [f"{beginning}/{index}" for index in range(len(self._ranks))]
         mine = self._said[self._me]
         store.set(mine, json.dumps(self._claim))
         found = self._wait()
@@ -248,22 +266,29 @@ class _Meeting:
             if store.add(self._readers, 1) == len(self._ranks):
                 store.delete_key(self._verdict)
                 store.delete_key(self._readers)
+            elif self._may_keep_store:
+                self._await_readers()
         self._over.set()
         return verdict
 
     def _wait(self) -> list[str]:
-        """Look until something is found, for as long as ranks may wait, or until an interrupt."""
+        """Look until something is found, for as long as ranks may wait, or until the caller gives up."""
         start = time.monotonic()
-        while not (found := self._look()):
+        while not self._caller.gave_up:
+            if found := self._look():
+                return found
             waited = time.monotonic() - start
-            if waited > self._seconds or self._interrupt:
+            if waited > self._seconds:
                 break
             # No store.wait(): on torch 2.6 it blocks all other threads.
-            pause = min(
-                max(waited / 20, _SHORTEST_PAUSE), _LONGEST_PAUSE, self._seconds - waited + _SHORTEST_PAUSE
-            )
-            time.sleep(pause)
-        return found
+            self._caller.sleep(min(_pause(waited), self._seconds - waited + _SHORTEST_PAUSE))
+        return []
+
+    def _await_readers(self) -> None:
+        """Wait until all have read the verdict: the store may end with this process, and that any moment."""
+        start = time.monotonic()
+        while (waited := time.monotonic() - start) < _LONGEST_PAUSE and self._store.check([self._readers]):
+            self._caller.sleep(_pause(waited))
 
     def _look(self) -> list[str]:
         """Return the keys to read next, if they are there: what all have said, or the verdict."""
@@ -284,9 +309,9 @@ class _Meeting:
 
     def _why_over(self) -> Verdict:
         """Say why this rank waits no longer."""
-        if self._interrupt:
+        if self._caller.gave_up:
             me = self._ranks[self._me]
-            return Verdict(f"rank {me} stopped waiting: {self._interrupt}", (me,))
+            return Verdict(f"rank {me} stopped waiting: {self._caller.gave_up}", (me,))
         said = zip(self._ranks, self._said, strict=True)
         # If all have come, the first rank was too slow to read it.
         missing = [rank for rank, key in said if not self._store.check([key])] or self._ranks[:1]
@@ -299,8 +324,13 @@ class _Meeting:
 
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 1.0
-"""Seconds between two requests to the store while waiting: a twentieth of the time waited so far, within
-these bounds."""
+"""Seconds between two requests to the store while waiting."""
+
+
+def _pause(waited: float) -> float:
+    """Return how long to wait before the next request: a twentieth of the time waited so far."""
+    return min(max(waited / 20, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+
 
 _LAST_SECONDS = 2.0
 """How long the requests after a wait may take, one for each rank: a millisecond for each of 2,000."""
@@ -330,6 +360,14 @@ def _by_value(values: Sequence[str], ranks: Sequence[int]) -> str:
         f"{value} on rank{'s' if len(having) > 1 else ''} {', '.join(having)}"
         for value, having in found.items()
     )
+
+
+def _seconds(timeout: object) -> float:
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
+    if timeout < timedelta(0):
+        raise ValueError(f"timeout must not be negative, got {timeout!r}")
+    return timeout.total_seconds()
 
 
 def _term_texts(terms: Mapping[str, object] | None) -> dict[str, str]:

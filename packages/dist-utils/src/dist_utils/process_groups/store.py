@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent import futures
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
@@ -21,28 +21,63 @@ T = TypeVar("T")
 
 _spare: weakref.WeakKeyDictionary[Any, queue.SimpleQueue[_Connection]] = weakref.WeakKeyDictionary()
 """Connections that nobody uses, by the store that they lead to."""
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_spare.clear)  # they are the parent's
-
-_unanswered: weakref.WeakSet[futures.Future[Any]] = weakref.WeakSet()
-"""Of requests for which nobody waits any longer; the threads that still wait keep them."""
+_asked: set[_Asked[Any]] = set()
+"""What the threads of connections ask for at the moment."""
+if hasattr(os, "register_at_fork"):  # the parent has the threads
+    os.register_at_fork(after_in_child=_spare.clear)
+    os.register_at_fork(after_in_child=_asked.clear)
 
 
 def store_answers() -> bool:
     """Return whether no request has been given up that is still without an answer."""
-    return not _unanswered
+    return not any(one.caller.gave_up for one in tuple(_asked))
 
 
 @atexit.register
 def _await_answers() -> None:
-    """Wait a moment for answers that are on their way: C++ ends the process if they come still later."""
+    """End all requests: C++ ends the process if a thread comes back from the store still later."""
+    for one in tuple(_asked):
+        one.caller.give_up("its process ends")
     end = time.monotonic() + 1.0
-    while _unanswered and time.monotonic() < end:
+    while _asked and time.monotonic() < end:
         time.sleep(0.01)
 
 
+class Caller:
+    """Who waits for the result of requests, as their thread sees it.
+
+    Attributes:
+        gave_up: Why nobody waits any longer; empty if somebody does. The requests should end then, and do
+            nothing from which other ranks would conclude that this one goes on.
+    """
+
+    def __init__(self) -> None:
+        self.gave_up = ""
+        self._gone = threading.Event()
+
+    def give_up(self, why: str) -> None:
+        """Say, once, that nobody waits any longer."""
+        self.gave_up = self.gave_up or why
+        self._gone.set()
+
+    def sleep(self, seconds: float) -> None:
+        """Let the requests' thread sleep, but not after the caller has given up."""
+        self._gone.wait(seconds)
+
+
+class _Asked(Generic[T]):
+    """Requests to the store, and the future of their result."""
+
+    def __init__(self, requests: Callable[[Any], T], undo: Callable[[T], object], caller: Caller) -> None:
+        self.requests, self.undo, self.caller = requests, undo, caller
+        self.result: futures.Future[T] = futures.Future()
+
+
 def ask_store(
-    requests: Callable[[Any], T], seconds: float, undo: Callable[[T], object] = lambda _: None
+    requests: Callable[[Any], T],
+    seconds: float,
+    undo: Callable[[T], object] = lambda _: None,
+    caller: Caller | None = None,
 ) -> T:
     """Run requests to the default group's store, and return their result; do not wait for longer than this.
 
@@ -55,6 +90,7 @@ def ask_store(
             2.6 has one connection only.
         seconds: How long to wait.
         undo: Called on the thread with a result that comes when nobody waits for it any longer.
+        caller: Told when nobody waits any longer: after ``seconds``, an interrupt, or at the process's end.
 
     Raises:
         torch.distributed.DistError: The store is gone, or has not answered in time.
@@ -65,16 +101,20 @@ def ask_store(
         connection = spare.get_nowait()
     except queue.Empty:
         connection = _Connection()
-    asked: futures.Future[T] = futures.Future()
+    asked = _Asked(requests, undo, caller or Caller())
+    _asked.add(asked)
     try:
-        connection.jobs.put((requests, asked, undo))
-        result = asked.result(min(seconds, threading.TIMEOUT_MAX))
+        connection.jobs.put(asked)
+        result = asked.result.result(min(seconds, threading.TIMEOUT_MAX))
     except futures.TimeoutError:
-        _unanswered.add(asked)
         text = f"the process group's store has not answered within {seconds:g} s"
+        asked.caller.give_up(text)
         raise dist.DistError(text) from None
+    except BaseException as error:
+        asked.caller.give_up(repr(error))  # not itself: its frames refer to what was asked
+        raise
     finally:
-        asked.cancel()  # after a timeout or an interrupt; else it has ended
+        asked.result.cancel()  # after a timeout or an interrupt; else it has ended
         del asked  # an error that it holds would refer to it by this frame
     spare.put(connection)  # not after an error: an answer may still be on its way
     return result
@@ -91,27 +131,27 @@ class _Connection:
 
 def _serve(jobs: queue.SimpleQueue[Any]) -> None:
     connection = None
-    while (job := jobs.get()) is not None:
-        connection = _answer(connection, *job)
-        del job
+    while (asked := jobs.get()) is not None:
+        connection = _answer(connection, asked)
+        del asked
 
 
-def _answer(
-    connection: Any, requests: Callable[[Any], T], asked: futures.Future[T], undo: Callable[[T], object]
-) -> Any:
+def _answer(connection: Any, asked: _Asked[T]) -> Any:
     """Give what was asked for; return the connection for the next requests."""
     try:
         connection = connection or _connect()
-        result = requests(connection)
+        result = asked.requests(connection)
     except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+        _asked.discard(asked)
         with contextlib.suppress(futures.InvalidStateError):
-            asked.set_exception(error)
+            asked.result.set_exception(error)
         del asked  # likewise
         return None
     try:
-        asked.set_result(result)
+        asked.result.set_result(result)
     except futures.InvalidStateError:
-        undo(result)
+        asked.undo(result)
+    _asked.discard(asked)
     return connection if hasattr(connection, "clone") else None  # else it is the default group's own
 
 
