@@ -86,11 +86,18 @@ def test_ranks_that_differ_raise_before_the_first_bucket():
     run_ranks(_differences, 2, timeout=60)
 
 
+def _ends_late_in_an_error(state, bucket):
+    """In a group in which the ranks must not lose step, whenever one of them hears of the error."""
+    done = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return done.then(lambda _: _raises(state, bucket))
+
+
 def _unfit(_):
     for hook, error, text in (
         (_raises, CandidateError, "candidate 'unfit' of AutoState: not for this bucket"),
         (lambda _, bucket: bucket.buffer(), CandidateError, "returned a Tensor"),
         (_ends_in_an_error, RuntimeError, "not for this bucket"),  # DDP's: the future's text
+        (_ends_late_in_an_error, RuntimeError, "not for this bucket"),
     ):
         state = AutoState(candidates={"good": exact(), "unfit": (None, hook)})
         with pytest.raises(error, match=text):

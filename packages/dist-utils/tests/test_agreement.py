@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -151,6 +152,18 @@ def test_threads_use_two_groups_in_any_order():
     first, second = run_ranks(_threads, 2)
     assert first == second
     assert first[0] != first[1]
+
+
+def _threads_of_one_group(_):
+    """The calls of all threads are equal: it does not matter which threads of two ranks meet."""
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(lambda _: _outcome("hook"), range(60)))
+
+
+def test_threads_that_make_equal_calls_in_one_group_all_meet():
+    first, second = run_ranks(_threads_of_one_group, 2)
+    assert set(first) == set(second)
+    assert len(set(first)) == 60
 
 
 def _restarted(rank):

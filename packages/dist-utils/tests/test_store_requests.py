@@ -105,7 +105,7 @@ def _joined(rank, port, pid, waits_already):
         os.kill(pid, signal.SIGSTOP)
         time.sleep(TIMEOUT + 3.0)
         os.kill(pid, signal.SIGCONT)
-        time.sleep(0.25)
+        time.sleep(1.0)
     titles = ["first", "second", "third"]
     while titles and len(attempts) < 10:
         try:
@@ -156,6 +156,11 @@ import sys, threading, time
 from datetime import timedelta
 import torch.distributed as dist
 from dist_utils import AgreementError, require_same_terms
+from dist_utils.torch_compat import default_store
+def await_keys(*names):
+    first = f"dist_utils/0/{dist.group.WORLD.group_name}:0/0"
+    while not default_store().check([f"{first}/{one}" for one in names]):
+        time.sleep(0.01)
 def compare():
     try:
         require_same_terms(None, "hook")
@@ -166,12 +171,15 @@ store = dist.TCPStore("127.0.0.1", port, is_master=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=30))
 dist.barrier()
 if rank == 0:
-    threading.Thread(target=compare, daemon=True).start()
-    time.sleep(0.3)
+    def again_and_again():
+        while True:
+            compare()
+    threading.Thread(target=again_and_again, daemon=True).start()
+    await_keys(0, 1)
 elif rank == 1:
     print(compare())
 else:
-    time.sleep(1.0)
+    await_keys("verdict")
 """
 
 
@@ -186,7 +194,11 @@ def test_a_process_may_end_while_a_thread_compares_and_its_peers_hear_of_it(serv
             )
             for rank in range(3)
         )
+        for one in (first, second, third):
+            until_end.callback(one.kill)
         heard = second.communicate(timeout=60)[0]
+        third.wait(timeout=60)
+        first.wait(timeout=60)
     assert heard == "hook: rank 0 stopped waiting: its process ends\n"
     assert [one.returncode for one in (first, second, third)] == [0, 0, 0]
 

@@ -119,8 +119,8 @@ def _run_on_bucket(
     if _rank_count(state) > 1:
         _require_real(buffer)
         try:
-            if isinstance(hook_state, HookState):
-                hook_state.worker.agree()  # if it has failed, comparing would wait for the lost peer again
+            if isinstance(hook_state, HookState) and (error := hook_state.worker.error) is not None:
+                raise error  # noqa: TRY301 - comparing would wait for a lost peer again
             if state is not None:
                 state.begin_bucket(name, bucket)
             bucket.set_buffer(buffer.to(cast_to))

@@ -171,10 +171,8 @@ class AutoState(HookState):
         candidate = self._in_use
         if not self.trying:
             return candidate.hook(candidate.state, bucket)
-        call = partial(_try, self._turn.candidate, candidate, bucket)
-        averaged = self._turn.average(self.worker, bucket.buffer(), call)
-        averaged.add_done_callback(partial(_fail_too, self.worker))
-        return averaged
+        call = partial(_try, self._turn.candidate, candidate, bucket, self.worker)
+        return self._turn.average(self.worker, bucket.buffer(), call)
 
     def refuse_capture(self, buffer: torch.Tensor) -> None:
         """Raise if a bucket is captured in a CUDA graph, which would repeat one step's candidate forever.
@@ -405,22 +403,21 @@ def _new_state(kind: type[AutoState], candidates: Any, max_error: float | None) 
     return kind(candidates=candidates, max_error=max_error)
 
 
-def _try(name: str, candidate: Candidate, bucket: GradBucket) -> torch.futures.Future[Any]:
+def _try(
+    name: str, candidate: Candidate, bucket: GradBucket, worker: OrderedWorker
+) -> torch.futures.Future[Any]:
     try:
         averaged = candidate.hook(candidate.state, bucket)
     except Exception as error:
         raise CandidateError(f"candidate {name!r} of AutoState: {error}") from error
     if not hasattr(averaged, "then"):  # futures of C++ are of another class than torch.futures.Future
         raise CandidateError(f"candidate {name!r} returned a {type(averaged).__name__}, no future")
+    if averaged.done():
+        try:
+            averaged.value()
+        except Exception as error:  # noqa: BLE001 - as of a comparison that a lost peer did not come to
+            worker.fail(error)  # or the next bucket would wait for it again
     return averaged
-
-
-def _fail_too(worker: OrderedWorker, averaged: torch.futures.Future[Any]) -> None:
-    """Fail with a candidate: the pass's next bucket must not wait for the timeout of a lost peer again."""
-    try:
-        averaged.value()
-    except Exception as error:  # noqa: BLE001 - whatever a candidate raises
-        worker.fail(error)
 
 
 def _check_limit(max_error: object) -> float | None:

@@ -6,14 +6,16 @@ ranks have found each other, works even then.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
 import os
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -176,23 +178,12 @@ def compare(
 _LONGEST_TEXT = 100_000
 """Characters of a difference or problem that ranks are told: torch's store takes no value above 8 MiB."""
 
-_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, _Series] = weakref.WeakKeyDictionary()
-"""The meetings of each group."""
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+"""The numbers of the next meetings of each group."""
 
 
-class _Series:
-    """The meetings of a group, by number, as this rank has counted them.
-
-    Attributes:
-        next: The first number that this rank has not used.
-    """
-
-    def __init__(self) -> None:
-        self.next = 0
-
-
-def _prefix_of_meetings(group: dist.ProcessGroup) -> str:
-    """Return the beginning of the keys of a group's meetings.
+def _next_prefixes(group: dist.ProcessGroup) -> Iterator[str]:
+    """Return the beginnings of the keys of a group's next meetings: of use is the first that is not over.
 
     A job that torchrun restarts finds the store of its last attempt, if that is the agent's. (Agents of
     several machines may count attempts differently: their ranks do not meet, and the job must be started
@@ -200,7 +191,10 @@ def _prefix_of_meetings(group: dist.ProcessGroup) -> str:
     disjoint groups the same name.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _agent_keeps_store() else "0"
-    return f"dist_utils/{attempt}/{group.group_name}:{dist.get_process_group_ranks(group)[0]}"
+    first = dist.get_process_group_ranks(group)[0]
+    numbers = _meetings.setdefault(group, itertools.count())
+    beginning = f"dist_utils/{attempt}/{group.group_name}:{first}"
+    return (f"{beginning}/{number}" for number in numbers)
 
 
 def _agent_keeps_store() -> bool:
@@ -218,8 +212,7 @@ class _Meeting:
 
     def __init__(self, group: dist.ProcessGroup, claim: Claim, seconds: float) -> None:
         self._claim, self._seconds = claim, seconds
-        # Not the group, which a thread would keep that waits for TCP.
-        self._prefix, self._series = _prefix_of_meetings(group), _meetings.setdefault(group, _Series())
+        self._prefixes = _next_prefixes(group)  # not the group, which a thread would keep that waits for TCP
         self._ranks = dist.get_process_group_ranks(group)
         self._me = group.rank()
         self._may_keep_store = dist.get_rank() == 0 and not _agent_keeps_store()
@@ -233,42 +226,43 @@ class _Meeting:
             torch.distributed.DistError: As :func:`dist_utils.process_groups.store.ask_store`.
         """
         try:
-            return ask_store(self._hold, self._seconds + _LAST_SECONDS, caller=self._caller)
+            verdict = ask_store(self._hold, self._seconds + _LAST_SECONDS, caller=self._caller)
         except dist.DistError:  # nobody can be told
             raise
         except BaseException:
             self._over.wait(_LAST_SECONDS)
             raise
+        if self._may_keep_store and not verdict.missing:
+            with contextlib.suppress(dist.DistError):
+                ask_store(self._await_readers, _LAST_SECONDS, caller=self._caller)
+        return verdict
 
     def _hold(self, store: Any) -> Verdict:
+        try:
+            return self._hold_with(store)
+        finally:
+            self._over.set()
+
+    def _hold_with(self, store: Any) -> Verdict:
         self._store = store
-        number = self._series.next
-        while store.check([f"{self._prefix}/{number}/verdict"]):
-            number += 1
-        if self._caller.gave_up:  # as if it had never come: the caller's next attempt has this number
-            raise dist.DistError(self._caller.gave_up)
-        self._series.next = number + 1
-        beginning = f"{self._prefix}/{number}"
-        self._verdict, self._readers = f"{beginning}/verdict", f"{beginning}/readers"
-        self._said = [f"{beginning}/{index}" for index in range(len(self._ranks))]
+        prefix = next(prefix for prefix in self._prefixes if not store.check([f"{prefix}/verdict"]))
+        self._verdict, self._readers = f"{prefix}/verdict", f"{prefix}/readers"
+        self._said = [f"{prefix}/{index}" for index in range(len(self._ranks))]
         mine = self._said[self._me]
-        store.set(mine, json.dumps(self._claim))
+        if not self._caller.gave_up:
+            store.set(mine, json.dumps(self._claim))
         found = self._wait()
-        if not found:
-            verdict = self._decide(self._why_over())
-        elif found is self._said:
-            claims = [Claim(*json.loads(said)) for said in store.multi_get(found)]
-            verdict = self._decide(self._judge(claims))
-        else:
+        if found and found is not self._said:
             verdict = Verdict(*json.loads(store.get(self._verdict)))
+        else:
+            claims = [Claim(*json.loads(said)) for said in store.multi_get(found)] if found else []
+            stops = self._caller.gave_up or not claims
+            verdict = self._decide(self._why_over() if stops else self._judge(claims))
         if not verdict.missing:  # else the first rank may be about to read what this one said
             store.delete_key(mine)
             if store.add(self._readers, 1) == len(self._ranks):
                 store.delete_key(self._verdict)
                 store.delete_key(self._readers)
-            elif self._may_keep_store:
-                self._await_readers()
-        self._over.set()
         return verdict
 
     def _wait(self) -> list[str]:
@@ -284,11 +278,11 @@ class _Meeting:
             self._caller.sleep(min(_pause(waited), self._seconds - waited + _SHORTEST_PAUSE))
         return []
 
-    def _await_readers(self) -> None:
+    def _await_readers(self, store: Any) -> None:
         """Wait until all have read the verdict: the store may end with this process, and that any moment."""
         start = time.monotonic()
-        while (waited := time.monotonic() - start) < _LONGEST_PAUSE and self._store.check([self._readers]):
-            self._caller.sleep(_pause(waited))
+        while not self._caller.gave_up and store.check([self._readers]):
+            self._caller.sleep(_pause(time.monotonic() - start))
 
     def _look(self) -> list[str]:
         """Return the keys to read next, if they are there: what all have said, or the verdict."""

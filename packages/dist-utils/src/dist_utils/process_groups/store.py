@@ -23,6 +23,8 @@ _spare: weakref.WeakKeyDictionary[Any, queue.SimpleQueue[_Connection]] = weakref
 """Connections that nobody uses, by the store that they lead to."""
 _asked: set[_Asked[Any]] = set()
 """What the threads of connections ask for at the moment."""
+_ending = threading.Event()
+"""Set when this process ends."""
 if hasattr(os, "register_at_fork"):  # the parent has the threads
     os.register_at_fork(after_in_child=_spare.clear)
     os.register_at_fork(after_in_child=_asked.clear)
@@ -34,8 +36,9 @@ def store_answers() -> bool:
 
 
 @atexit.register
-def _await_answers() -> None:
-    """End all requests: C++ ends the process if a thread comes back from the store still later."""
+def _end_requests() -> None:
+    """Wait a moment until no thread is in the store: C++ ends the process if one comes back still later."""
+    _ending.set()
     for one in tuple(_asked):
         one.caller.give_up("its process ends")
     end = time.monotonic() + 1.0
@@ -47,8 +50,8 @@ class Caller:
     """Who waits for the result of requests, as their thread sees it.
 
     Attributes:
-        gave_up: Why nobody waits any longer; empty if somebody does. The requests should end then, and do
-            nothing from which other ranks would conclude that this one goes on.
+        gave_up: Why nobody waits any longer; empty if somebody does. Requests that wait for other ranks end
+            then, and do nothing from which these would conclude that this rank goes on.
     """
 
     def __init__(self) -> None:
@@ -102,7 +105,6 @@ def ask_store(
     except queue.Empty:
         connection = _Connection()
     asked = _Asked(requests, undo, caller or Caller())
-    _asked.add(asked)
     try:
         connection.jobs.put(asked)
         result = asked.result.result(min(seconds, threading.TIMEOUT_MAX))
@@ -111,7 +113,8 @@ def ask_store(
         asked.caller.give_up(text)
         raise dist.DistError(text) from None
     except BaseException as error:
-        asked.caller.give_up(repr(error))  # not itself: its frames refer to what was asked
+        if not asked.result.done():  # an interrupt
+            asked.caller.give_up(repr(error))  # not itself: its frames refer to what was asked
         raise
     finally:
         asked.result.cancel()  # after a timeout or an interrupt; else it has ended
@@ -132,17 +135,21 @@ class _Connection:
 def _serve(jobs: queue.SimpleQueue[Any]) -> None:
     connection = None
     while (asked := jobs.get()) is not None:
-        connection = _answer(connection, asked)
-        del asked
+        _asked.add(asked)
+        try:
+            connection = _answer(connection, asked)
+        finally:
+            _asked.discard(asked)
+            del asked
 
 
 def _answer(connection: Any, asked: _Asked[T]) -> Any:
     """Give what was asked for; return the connection for the next requests."""
     try:
+        _require_no_end()
         connection = connection or _connect()
         result = asked.requests(connection)
     except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-        _asked.discard(asked)
         with contextlib.suppress(futures.InvalidStateError):
             asked.result.set_exception(error)
         del asked  # likewise
@@ -151,8 +158,12 @@ def _answer(connection: Any, asked: _Asked[T]) -> Any:
         asked.result.set_result(result)
     except futures.InvalidStateError:
         asked.undo(result)
-    _asked.discard(asked)
     return connection if hasattr(connection, "clone") else None  # else it is the default group's own
+
+
+def _require_no_end() -> None:
+    if _ending.is_set():
+        raise dist.DistError("this process ends")
 
 
 def _connect() -> Any:
