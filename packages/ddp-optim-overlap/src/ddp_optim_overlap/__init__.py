@@ -48,4 +48,4 @@ __all__ = [
     "register_fused_optim",
 ]
 
-__version__ = "2.1.1"
+__version__ = "2.1.2"
