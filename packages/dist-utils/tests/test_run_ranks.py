@@ -158,11 +158,20 @@ def _die(rank, how):
         return "survived"
     if how == "signal":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "crash":
+        os.abort()
     time.sleep(0.5)  # Gloo may miss a connection that closes just as a wait on it starts
     os._exit(7)
 
 
-@pytest.mark.parametrize(("how", "text"), [("signal", "killed by SIGKILL"), ("exit", "exit code 7")])
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("signal", "killed by SIGKILL"),
+        ("crash", r"killed by SIGABRT\n(?s:.*)in _die"),
+        ("exit", "exit code 7"),
+    ],
+)
 def test_a_dead_rank_is_named_though_its_peers_fail_too(how, text):
     with pytest.raises(RankDied, match=f"rank 1 of 2 ended without a result: {text}"):
         run_ranks(_die, 2, how)

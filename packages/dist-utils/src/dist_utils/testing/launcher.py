@@ -95,7 +95,8 @@ def run_ranks(
         TypeError: ``world_size`` or a timeout is no number.
         ValueError: One of them is not positive and finite, or NCCL needs more GPUs.
         RanksHung: A rank did not finish in time. The stacks of its threads are in the message.
-        RankDied: A rank's process ended without a result. The message has its exit code or signal.
+        RankDied: A rank's process ended without a result. The message has its exit code or signal and, if it
+            crashed (SIGABRT, SIGSEGV and the like), the stacks of its threads.
         BaseException: What ``fn`` raised first, or pickle for what it returned, of the same type. Its
             ``__cause__`` is a :class:`RankTraceback` with the tracebacks of all ranks that failed until then.
 
@@ -123,9 +124,8 @@ def run_ranks(
     call = pickle.dumps((fn, args))
     context.set_forkserver_preload(["dist_utils.testing.server"])
     with contextlib.ExitStack() as until_return:
-        stacks = until_return.enter_context(tempfile.TemporaryFile("a+"))
         # Connections, because these hand their descriptors over when they are pickled.
-        files = [until_return.enter_context(Connection(os.dup(file))) for file in (1, 2, stacks.fileno())]
+        outputs = [until_return.enter_context(Connection(os.dup(file))) for file in (1, 2)]
         # Kept by this process, which outlives every rank; on a port that the system picks.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environment = {
@@ -141,6 +141,8 @@ def run_ranks(
         ranks: list[_Rank] = []
         for rank in range(world_size):
             connection, theirs = context.Pipe()
+            stacks = until_return.enter_context(tempfile.TemporaryFile("a+"))
+            files = [*outputs, until_return.enter_context(Connection(os.dup(stacks.fileno())))]
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             process = context.Process(
                 target=run_rank,
@@ -148,11 +150,11 @@ def run_ranks(
             )
             process.start()
             theirs.close()
-            ranks.append(_Rank(rank, process, connection, may_die=rank in may_die))
+            ranks.append(_Rank(rank, process, connection, stacks, may_die=rank in may_die))
             until_return.callback(ranks[-1].end)
         began = time.monotonic()
         for stage in (Stage.READY, Stage.RETURNED, Stage.ENDED):
-            _wait(ranks, stage, began, timeout, stacks)
+            _wait(ranks, stage, began, timeout)
             for each in ranks:
                 each.let_go_on()
     return [each.result() for each in ranks]
@@ -194,6 +196,7 @@ class _Rank:
     number: int
     process: BaseProcess
     connection: Connection
+    stacks: IO[str]
     may_die: bool
     reports: dict[Stage, Any] = field(default_factory=dict)
 
@@ -230,6 +233,19 @@ class _Rank:
         returned = self.reports.get(Stage.RETURNED)
         return None if returned is None else _load(returned, f"the result of rank {self.number}")
 
+    def hung_at(self) -> str:
+        """Say where its threads are."""
+        assert self.process.pid is not None  # it has started
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+        time.sleep(patience(_SETTLE_SECONDS))
+        return f"rank {self.number} hung here:\n{self.written_stacks()}"
+
+    def written_stacks(self) -> str:
+        """Return the stacks that it has written, when it was asked for them or when it crashed."""
+        self.stacks.seek(0)
+        return self.stacks.read()
+
     def end(self) -> None:
         """Kill its process, if it still runs."""
         self.process.kill()
@@ -246,12 +262,12 @@ def _check(world_size: int, backend: str | None, timeout: float, group_timeout: 
         raise ValueError(f"nccl needs a GPU per rank: {world_size} ranks, {torch.cuda.device_count()} GPUs")
 
 
-def _wait(ranks: Sequence[_Rank], stage: Stage, began: float, timeout: float, stacks: IO[str]) -> None:
+def _wait(ranks: Sequence[_Rank], stage: Stage, began: float, timeout: float) -> None:
     """Return when all ranks have reached ``stage``; raise when one has failed, or at the timeout."""
     while late := [rank for rank in ranks if not rank.has_reached(stage)]:
         waited = time.monotonic() - began
         if waited > timeout and waited > (limit := patience(timeout)):
-            numbers, text = [rank.number for rank in late], _write_stacks(late, stacks)
+            numbers, text = [rank.number for rank in late], "".join(rank.hung_at() for rank in late)
             raise RanksHung(f"ranks {numbers} of {len(ranks)} did not finish within {limit:g} s\n{text}")
         sources = [rank.process.sentinel for rank in late]
         connections = [rank.connection for rank in late if not rank.connection.closed]
@@ -260,19 +276,6 @@ def _wait(ranks: Sequence[_Rank], stage: Stage, began: float, timeout: float, st
             rank.listen()
         if any((rank.has_died and not rank.may_die) or Stage.FAILED in rank.reports for rank in late):
             _raise_first_failure(ranks)
-
-
-def _write_stacks(ranks: Sequence[_Rank], stacks: IO[str]) -> str:
-    """Make ranks write down where they hang."""
-    for rank in ranks:
-        stacks.write(f"rank {rank.number} hung here:\n")
-        stacks.flush()
-        assert rank.process.pid is not None  # it has started
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(rank.process.pid, signal.SIGUSR1)
-        time.sleep(patience(_SETTLE_SECONDS))
-    stacks.seek(0)
-    return stacks.read()
 
 
 def _raise_first_failure(ranks: Sequence[_Rank]) -> NoReturn:
@@ -312,4 +315,4 @@ def _death(rank: _Rank, world_size: int) -> RankDied:
     names = {one.value: one.name for one in signal.Signals}  # real-time signals have none
     how = f"killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"exit code {code}"
     when = "died after it had returned" if Stage.RETURNED in rank.reports else "ended without a result"
-    return RankDied(f"rank {rank.number} of {world_size} {when}: {how}")
+    return RankDied(f"rank {rank.number} of {world_size} {when}: {how}\n{rank.written_stacks()}".rstrip())

@@ -62,7 +62,7 @@ def run_rank(
 
     Args:
         connection: For reports, and for the answers to those of the first two stages.
-        files: Where standard output and error go, and where the stack is written at SIGUSR1.
+        files: Where standard output and error go, and where the stacks are written at SIGUSR1 and at a crash.
         environment: All of it, the rank included.
         start_method: How multiprocessing starts processes in the caller. Here it would take a server, as for
             the ranks themselves: another one for each rank, which imports torch again.
@@ -76,6 +76,7 @@ def run_rank(
     for descriptor, output in enumerate(outputs, 1):
         os.dup2(output.fileno(), descriptor)
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno())
+    faulthandler.enable(stacks.fileno())
     os.environ.clear()  # that of the server's start
     os.environ.update(environment)
     multiprocessing.set_start_method(start_method, force=True)
