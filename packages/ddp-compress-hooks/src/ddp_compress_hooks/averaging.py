@@ -98,18 +98,6 @@ def all_reduce_sum(
     return arrivals[0] if len(arrivals) == 1 else joined_future(arrivals, buffer, buffer.device)
 
 
-def sparse_mean(group: dist.ProcessGroup, gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Average a sparse gradient without compression; the future's value is a new tensor.
-
-    Nothing is written in place, because the values of an embedding's gradient may share memory with the
-    gradient that flows on to other layers.
-    """
-    work: Any = dist.all_reduce(gradient / group.size(), group=group, async_op=True)
-    arrival = future_of_work(work, group, gradient.device)
-    mean: torch.futures.Future[torch.Tensor] = arrival.then(lambda done: done.value()[0])
-    return mean
-
-
 def exchange_sum(
     state: CompressState,
     group: dist.ProcessGroup,

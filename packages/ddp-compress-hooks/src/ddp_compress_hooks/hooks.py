@@ -5,7 +5,7 @@
 import torch
 
 from ddp_compress_hooks import graph
-from ddp_compress_hooks.averaging import sparse_mean, start_sum
+from ddp_compress_hooks.averaging import start_sum
 from ddp_compress_hooks.state import CompressState, GroupOrState, as_state
 from dist_utils.comm_hooks import (
     buckets_only,
@@ -13,6 +13,7 @@ from dist_utils.comm_hooks import (
     completed_future,
     failed_future,
     is_pair,
+    sparse_mean,
     world_by_default,
 )
 from dist_utils.torch_compat import GradBucket, profiler_range

@@ -13,7 +13,14 @@ from ddp_quant_hooks.exchange.exchange import Parts
 from ddp_quant_hooks.exchange.values import Values, flat_real
 from ddp_quant_hooks.feedback.step import Step
 from ddp_quant_hooks.states import AveragingState, QuantizedAllreduceState
-from dist_utils.comm_hooks import buckets_only, check_gradient_dtype, completed_future, failed_future, is_pair
+from dist_utils.comm_hooks import (
+    buckets_only,
+    check_gradient_dtype,
+    completed_future,
+    failed_future,
+    is_pair,
+    sparse_mean,
+)
 from dist_utils.process_groups import future_of_work
 from dist_utils.torch_compat import GradBucket, profiler_range
 
@@ -148,20 +155,20 @@ def _submit_average(
 
 
 def start_mean(group: dist.ProcessGroup, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Start to average a bucket without compression; the future's value is the mean.
+    """Start to average a bucket without compression: a dense one in place.
 
-    A dense one is averaged in place; not a sparse one, whose values may share memory with the gradient that
-    flows on to other layers.
+    Returns:
+        A future of the mean.
     """
-    sparse = buffer.is_sparse
-    share = buffer / group.size() if sparse else buffer
-    if not sparse:  # real numbers: an infinity would make a complex one's other part NaN
-        flat_real(share).div_(group.size())
-    work: Any = dist.all_reduce(share, group=group, async_op=True)
+    if buffer.is_sparse:
+        return sparse_mean(group, buffer)
+    # Real numbers: an infinity would make a complex one's other part NaN.
+    flat_real(buffer).div_(group.size())
+    work: Any = dist.all_reduce(buffer, group=group, async_op=True)
 
     def mean(done: torch.futures.Future[Any]) -> torch.Tensor:
-        (found,) = done.value()  # raises the collective's error
-        return found if sparse else buffer
+        done.value()  # raises the collective's error
+        return buffer
 
     return future_of_work(work, group, buffer.device).then(mean)
 

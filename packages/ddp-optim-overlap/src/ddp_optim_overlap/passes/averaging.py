@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from dist_utils.comm_hooks import sparse_mean
 from dist_utils.process_groups import future_of_work
 from dist_utils.torch_compat import GradBucket
 
@@ -20,8 +21,8 @@ _POLL_SECONDS = 0.0002
 
 def average_like_ddp(
     group: dist.ProcessGroup, bucket: GradBucket, *, divides: bool = False
-) -> torch.futures.Future[list[torch.Tensor]]:
-    """Scale a bucket by 1 / W and sum it over the ranks, as one all-reduce.
+) -> torch.futures.Future[Any]:
+    """Scale a bucket by 1 / W and sum it over the ranks: a dense one as one all-reduce.
 
     DDP itself multiplies dense gradients by the reciprocal and divides sparse ones. Only the same operations
     give bitwise equal results where W is not a power of two. But DDP divides sparse gradients in place, which
@@ -33,14 +34,14 @@ def average_like_ddp(
         divides: Whether dense gradients are divided, too.
 
     Returns:
-        A future of a list with one tensor, exactly as the process group returns it: a callback that unpacked
-        it would need the interpreter on one of Gloo's threads. A dense tensor is ``bucket.buffer()`` itself.
+        For a dense bucket, a future of a list with ``bucket.buffer()`` itself, exactly as the process group
+        returns it: a callback that unpacked it would need the interpreter on one of Gloo's threads. For a
+        sparse one, as :func:`dist_utils.comm_hooks.sparse_mean`.
     """
     buffer = bucket.buffer()
     if buffer.is_sparse:
-        # In new memory: an embedding's gradient may share memory with the gradient that flows on to others.
-        buffer = buffer / group.size()
-    elif divides:
+        return sparse_mean(group, buffer)
+    if divides:
         buffer.div_(group.size())
     else:
         buffer.mul_(1.0 / group.size())

@@ -23,6 +23,7 @@ from dist_utils.comm_hooks.hook_state import (
     require_same_bucket,
     require_same_call,
 )
+from dist_utils.comm_hooks.sparse import sparse_mean
 from dist_utils.comm_hooks.wait_clock import Mark
 
 __all__ = [
@@ -46,5 +47,6 @@ __all__ = [
     "require_same_bucket",
     "require_same_call",
     "same_kind",
+    "sparse_mean",
     "world_by_default",
 ]

@@ -199,5 +199,5 @@ def all_gather_plain(process_group: GroupLike, value: Any) -> list[Any]:
 def gather_rows(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
     """Return the values of all ranks, one row for each."""
     everyone = own.new_empty(group.size() * own.numel())
-    all_gather_single(everyone, own, group)
+    all_gather_single(everyone, own.flatten(), group)
     return everyone.view(group.size(), -1)
