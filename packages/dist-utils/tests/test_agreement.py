@@ -14,6 +14,7 @@ from simulated_bucket import SimulatedBucket
 
 from dist_utils import AgreementError, require_same_terms
 from dist_utils.comm_hooks import require_same_bucket, require_same_call
+from dist_utils.process_groups import all_gather_plain
 from dist_utils.testing import run_ranks
 from dist_utils.torch_compat import default_store
 
@@ -129,6 +130,36 @@ def test_whatever_is_wrong_on_one_rank_is_raised_there_and_told_to_all_others(wr
         own, told = ranks[wrong_rank][name], ranks[1 - wrong_rank][name]
         assert own.startswith(expected)
         assert told == f"AgreementError: hook: rank {wrong_rank} cannot go on: {own}"
+
+
+def _interrupted_between_rounds(rank):
+    """Rank 1 gets a signal when all know that digests differ, before it reads that."""
+    processes = all_gather_plain(None, os.getpid())
+
+    def interrupt(*_):
+        raise TimeoutError("alarm")
+
+    signal.signal(signal.SIGALRM, interrupt)
+    if rank == 0:
+        time.sleep(2.0)  # so that the other rank looks every tenth of a second
+        verdict = f"dist_utils/0/{dist.group.WORLD.group_name}:0/0/digests/verdict"
+
+        def watch():
+            while not default_store().check([verdict]):
+                time.sleep(0.0005)
+            os.kill(processes[1], signal.SIGALRM)
+
+        threading.Thread(target=watch).start()
+        time.sleep(0.1)
+    return _outcome("hook", {"bits": rank}), [_outcome("hook", {"bits": 8}) for _ in range(3)]
+
+
+def test_a_rank_that_leaves_while_terms_are_told_is_in_step_afterwards():
+    (error, names), (interrupt, others) = run_ranks(_interrupted_between_rounds, 2)
+    assert interrupt == "TimeoutError: alarm"
+    assert error == "AgreementError: hook: rank 1 stopped waiting: TimeoutError('alarm')"
+    assert names == others
+    assert len({name for name in names if len(name) == 32}) == 3
 
 
 def _threads(rank):

@@ -158,7 +158,7 @@ import torch.distributed as dist
 from dist_utils import AgreementError, require_same_terms
 from dist_utils.torch_compat import default_store
 def await_keys(*names):
-    first = f"dist_utils/0/{dist.group.WORLD.group_name}:0/0"
+    first = f"dist_utils/0/{dist.group.WORLD.group_name}:0/0/digests"
     while not default_store().check([f"{first}/{one}" for one in names]):
         time.sleep(0.01)
 def compare():

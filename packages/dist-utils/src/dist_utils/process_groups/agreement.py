@@ -159,11 +159,8 @@ def compare(
         claim = claim._replace(problem=error_text(problem)[:_LONGEST_TEXT])
     if seconds is None:
         seconds = torch_compat.group_timeout(group, collective_device(group)).total_seconds()
-    digest = hashlib.sha256(json.dumps(claim.terms).encode()).hexdigest()
     try:
-        verdict = _Meeting(group, claim._replace(terms={"terms": digest}), seconds).verdict()
-        if verdict.error and not verdict.missing:  # all ranks have read it; only now values travel
-            verdict = _Meeting(group, claim, seconds).verdict()
+        verdict = _Meeting(group, claim, seconds).verdict()
     except dist.DistError as error:
         raise AgreementError(f"{claim.prefix}{error}") from problem
     if problem is not None:
@@ -201,13 +198,25 @@ def _agent_keeps_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-class _Meeting:
-    """One meeting of all ranks in the store: each says something, and one verdict ends it for all.
+class _Round:
+    """The keys of one round of a meeting."""
 
-    The verdict is written once, by whoever is first: the group's first rank when it has read what all have
-    said, or any rank that stops waiting. All ranks see the same one, and the last to read it deletes it.
-    Only a meeting to which a rank has not come leaves its keys: they send that rank, if it comes too late, to
-    a new meeting, where it waits until its own timeout.
+    def __init__(self, beginning: str, size: int) -> None:
+        self.verdict, self.readers = f"{beginning}/verdict", f"{beginning}/readers"
+        self.said = [f"{beginning}/{index}" for index in range(size)]
+
+
+class _Meeting:
+    """One meeting of all ranks in the store, in one or two rounds.
+
+    In a round each rank says something, and one verdict ends it for all. The verdict is written once, by
+    whoever is first: the group's first rank when it has read what all have said, or any rank that stops
+    waiting. All ranks see the same one, and the last to read it deletes it. Only a meeting to which a rank
+    has not come leaves its keys: they send that rank, if it comes too late, to a new meeting, where it waits
+    until its own timeout.
+
+    Values travel in the second round, if digests differ in the first. Both are of one meeting, so a rank that
+    drops out between them does not take the others' second round for the first one of its next call.
     """
 
     def __init__(self, group: dist.ProcessGroup, claim: Claim, seconds: float) -> None:
@@ -225,44 +234,67 @@ class _Meeting:
         Raises:
             torch.distributed.DistError: As :func:`dist_utils.process_groups.store.ask_store`.
         """
-        try:
-            verdict = ask_store(self._hold, self._seconds + _LAST_SECONDS, caller=self._caller)
-        except dist.DistError:  # nobody can be told
-            raise
-        except BaseException:
-            self._over.wait(_LAST_SECONDS)
-            raise
+        verdict = self._ask(self._hold_first)
+        if _goes_on(verdict):
+            verdict = self._ask(self._hold_second)
         if self._may_keep_store and not verdict.missing:
             with contextlib.suppress(dist.DistError):
                 ask_store(self._await_readers, _LAST_SECONDS, caller=self._caller)
         return verdict
 
-    def _hold(self, store: Any) -> Verdict:
-        try:
-            return self._hold_with(store)
-        finally:
-            self._over.set()
+    def _ask(self, hold: Callable[[Any], Verdict]) -> Verdict:
+        self._over.clear()
 
-    def _hold_with(self, store: Any) -> Verdict:
+        def requests(store: Any) -> Verdict:
+            try:
+                return hold(store)
+            finally:
+                self._over.set()
+
+        try:
+            return ask_store(requests, self._seconds + _LAST_SECONDS, caller=self._caller)
+        except dist.DistError:  # nobody can be told
+            raise
+        except BaseException:
+            self._over.wait(_LAST_SECONDS)
+            raise
+
+    def _hold_first(self, store: Any) -> Verdict:
         self._store = store
-        prefix = next(prefix for prefix in self._prefixes if not store.check([f"{prefix}/verdict"]))
-        self._verdict, self._readers = f"{prefix}/verdict", f"{prefix}/readers"
-        self._said = [f"{prefix}/{index}" for index in range(len(self._ranks))]
-        mine = self._said[self._me]
+        size = len(self._ranks)
+        rounds = ([_Round(f"{prefix}/{name}", size) for name in _ROUNDS] for prefix in self._prefixes)
+        first, second = next(pair for pair in rounds if not store.check([pair[0].verdict]))
+        self._first, self._second = first, second
+        digest = hashlib.sha256(json.dumps(self._claim.terms).encode()).hexdigest()
+        verdict = self._hold(first, self._claim._replace(terms={"terms": digest}))
+        if self._caller.gave_up and _goes_on(verdict):  # without this rank
+            self._decide(second, self._why_over(second))
+        return verdict
+
+    def _hold_second(self, store: Any) -> Verdict:
+        self._store = store
+        verdict = self._hold(self._second, self._claim)
+        if verdict.missing:
+            store.set(self._first.verdict, json.dumps(verdict))
+        return verdict
+
+    def _hold(self, now: _Round, claim: Claim) -> Verdict:
+        self._now, store = now, self._store
+        mine = now.said[self._me]
         if not self._caller.gave_up:
-            store.set(mine, json.dumps(self._claim))
+            store.set(mine, json.dumps(claim))
         found = self._wait()
-        if found and found is not self._said:
-            verdict = Verdict(*json.loads(store.get(self._verdict)))
+        if found and found is not now.said:
+            verdict = Verdict(*json.loads(store.get(now.verdict)))
         else:
             claims = [Claim(*json.loads(said)) for said in store.multi_get(found)] if found else []
             stops = self._caller.gave_up or not claims
-            verdict = self._decide(self._why_over() if stops else self._judge(claims))
+            verdict = self._decide(now, self._why_over(now) if stops else self._judge(claims))
         if not verdict.missing:  # else the first rank may be about to read what this one said
             store.delete_key(mine)
-            if store.add(self._readers, 1) == len(self._ranks):
-                store.delete_key(self._verdict)
-                store.delete_key(self._readers)
+            if store.add(now.readers, 1) == len(self._ranks):
+                store.delete_key(now.verdict)
+                store.delete_key(now.readers)
         return verdict
 
     def _wait(self) -> list[str]:
@@ -281,18 +313,18 @@ class _Meeting:
     def _await_readers(self, store: Any) -> None:
         """Wait until all have read the verdict: the store may end with this process, and that any moment."""
         start = time.monotonic()
-        while not self._caller.gave_up and store.check([self._readers]):
+        while not self._caller.gave_up and store.check([self._now.readers]):
             self._caller.sleep(_pause(time.monotonic() - start))
 
     def _look(self) -> list[str]:
         """Return the keys to read next, if they are there: what all have said, or the verdict."""
-        if self._me == 0 and self._store.check(self._said):
-            return self._said
-        return [self._verdict] if self._store.check([self._verdict]) else []
+        if self._me == 0 and self._store.check(self._now.said):
+            return self._now.said
+        return [self._now.verdict] if self._store.check([self._now.verdict]) else []
 
-    def _decide(self, verdict: Verdict) -> Verdict:
+    def _decide(self, now: _Round, verdict: Verdict) -> Verdict:
         """Write a verdict, and return the one that counts."""
-        return Verdict(*json.loads(self._store.compare_set(self._verdict, "", json.dumps(verdict))))
+        return Verdict(*json.loads(self._store.compare_set(now.verdict, "", json.dumps(verdict))))
 
     def _judge(self, claims: list[Claim]) -> Verdict:
         notes = tuple(claim.note for claim in claims)
@@ -301,12 +333,12 @@ class _Meeting:
             difference = f"{difference[:_LONGEST_TEXT]} ..."
         return Verdict(difference, (), uuid.uuid4().hex, notes)
 
-    def _why_over(self) -> Verdict:
+    def _why_over(self, now: _Round) -> Verdict:
         """Say why this rank waits no longer."""
         if self._caller.gave_up:
             me = self._ranks[self._me]
             return Verdict(f"rank {me} stopped waiting: {self._caller.gave_up}", (me,))
-        said = zip(self._ranks, self._said, strict=True)
+        said = zip(self._ranks, now.said, strict=True)
         # If all have come, the first rank was too slow to read it.
         missing = [rank for rank, key in said if not self._store.check([key])] or self._ranks[:1]
         came = [rank for rank in self._ranks if rank not in missing]
@@ -315,6 +347,14 @@ class _Meeting:
             "process group must use it"
         )
         return Verdict(error, tuple(missing))
+
+
+_ROUNDS = "digests", "terms"
+
+
+def _goes_on(verdict: Verdict) -> bool:
+    """Whether ranks that have this verdict of the first round hold the second one."""
+    return bool(verdict.error) and not verdict.missing
 
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 1.0

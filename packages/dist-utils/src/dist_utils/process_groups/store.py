@@ -107,20 +107,24 @@ def ask_store(
     asked = _Asked(requests, undo, caller or Caller())
     try:
         connection.jobs.put(asked)
-        result = asked.result.result(min(seconds, threading.TIMEOUT_MAX))
-    except futures.TimeoutError:
-        text = f"the process group's store has not answered within {seconds:g} s"
-        asked.caller.give_up(text)
-        raise dist.DistError(text) from None
+        result = _result_within(seconds, asked.result)
     except BaseException as error:
-        if not asked.result.done():  # an interrupt
-            asked.caller.give_up(repr(error))  # not itself: its frames refer to what was asked
+        if not asked.result.done():  # nobody waits any longer
+            why = f"{error}" if isinstance(error, dist.DistError) else repr(error)
+            asked.caller.give_up(why)  # not the error itself: its frames refer to what was asked
         raise
     finally:
         asked.result.cancel()  # after a timeout or an interrupt; else it has ended
         del asked  # an error that it holds would refer to it by this frame
     spare.put(connection)  # not after an error: an answer may still be on its way
     return result
+
+
+def _result_within(seconds: float, result: futures.Future[T]) -> T:
+    # Not with result(seconds): its error at the end of that time is one that a signal handler may raise, too.
+    if not futures.wait([result], min(seconds, threading.TIMEOUT_MAX)).done:
+        raise dist.DistError(f"the process group's store has not answered within {seconds:g} s")
+    return result.result()
 
 
 class _Connection:
