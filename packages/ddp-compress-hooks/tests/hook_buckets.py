@@ -12,14 +12,14 @@ from ddp_compress_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
-from dist_utils.comm_hooks import sparse_mean
+from dist_utils.comm_hooks import completed_future, sparse_mean
 from dist_utils.testing import grad_bucket
 
 
 def foreign_hook(state, bucket):
     """A user's own hook: averages, and returns a new tensor."""
     if bucket.buffer().is_sparse:
-        return sparse_mean(dist.group.WORLD, bucket.buffer())
+        return completed_future(sparse_mean(dist.group.WORLD, bucket.buffer()))
     total = bucket.buffer() / dist.get_world_size()
     return dist.all_reduce(total, async_op=True).get_future().then(lambda done: done.value()[0])
 

@@ -168,7 +168,7 @@ def _die(rank, how):
     ("how", "text"),
     [
         ("signal", "killed by SIGKILL"),
-        ("crash", r"killed by SIGABRT\n(?s:.*)in _die"),
+        ("crash", r"killed by SIGABRT\nrank 1 crashed here:\n(?s:.*)in _die"),
         ("exit", "exit code 7"),
     ],
 )

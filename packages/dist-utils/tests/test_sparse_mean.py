@@ -9,7 +9,7 @@ import torch.distributed as dist
 from dist_utils.comm_hooks import sparse_mean
 from dist_utils.testing import patience, run_ranks, same_bits
 
-SHAPES = {(10, 8): 1, (5,): 1, (6, 7): 2, (6, 7, 3): 2}
+SHAPES = {(10, 8): 1, (5,): 1, (6, 7): 2, (6, 7, 3): 2, (10, 0): 1}
 """Sizes of sparse tensors, each with its number of sparse dimensions."""
 
 COUNTS = [(4, 4, 4), (0, 5, 2), (0, 0, 0), (1, 1, 1), (40, 1, 30)]
@@ -35,7 +35,7 @@ def _with_gloo(rank, dtype):
             given = [one.clone() for one in _parts(gradient)[1:]]
             expected = gradient / 3
             dist.all_reduce(expected)  # alone, as it is safe
-            mean = sparse_mean(dist.group.WORLD, gradient).wait()
+            mean = sparse_mean(dist.group.WORLD, gradient)
             if not same_bits(_parts(mean), _parts(expected)) or not same_bits(_parts(gradient)[1:], given):
                 different.append((counts, shape))
     return different
@@ -46,11 +46,22 @@ def test_the_bits_are_gloos_and_the_gradient_is_only_read(dtype):
     assert run_ranks(_with_gloo, 3, dtype) == [[], [], []]
 
 
+def _with_a_graph(rank):
+    table = torch.nn.Embedding(6, 2, sparse=True)
+    (table(torch.tensor([rank, 2])) ** 2).sum().backward(create_graph=True)
+    mean = sparse_mean(dist.group.WORLD, table.weight.grad)
+    return mean.requires_grad, mean.is_coalesced(), mean.indices().tolist()
+
+
+def test_a_gradient_with_a_graph_is_averaged_without_it():
+    assert run_ranks(_with_a_graph, 3) == [(False, True, [[0, 1, 2]])] * 3
+
+
 def _of_complex_values(rank):
     gradient = torch.sparse_coo_tensor(
         [[rank, 2]], torch.tensor([1 + 2j, 3 - 1j]) * (rank + 1), (4,), check_invariants=True
     )
-    return sparse_mean(dist.group.WORLD, gradient).wait().to_dense().tolist()
+    return sparse_mean(dist.group.WORLD, gradient).to_dense().tolist()
 
 
 def test_complex_values_are_averaged():
@@ -61,18 +72,17 @@ def _peer_dies(rank):
     if rank == 1:
         os._exit(1)
     gradient = torch.sparse_coo_tensor([[1]], [1.0], (4,), check_invariants=True)
-    mean = sparse_mean(dist.group.WORLD, gradient)
     with pytest.raises(RuntimeError, match="Connection"):
-        mean.wait()
+        sparse_mean(dist.group.WORLD, gradient)
 
 
-def test_the_future_has_the_error_of_a_peer_that_is_gone():
+def test_a_peer_that_is_gone_is_an_error():
     run_ranks(_peer_dies, 2, may_die={1}, group_timeout=patience(5.0))
 
 
 def _collectives(_):
     with torch.profiler.profile() as profiler:
-        sparse_mean(dist.group.WORLD, torch.eye(3).to_sparse()).wait()
+        sparse_mean(dist.group.WORLD, torch.eye(3).to_sparse())
     return {event.name for event in profiler.events() if event.name.startswith("gloo:")}
 
 

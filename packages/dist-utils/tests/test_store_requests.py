@@ -1,12 +1,14 @@
 """A store that never answers: an error by the group's timeout, no hang, not even of the process's end."""
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -249,6 +251,32 @@ def test_what_comes_late_is_undone(server):
     port = int(server.stdout.readline())
     for seen in run_ranks(_late, 2, port, server.pid, backend=None):
         assert seen == ([False, 0], True, [False], 0)
+
+
+class _Held:
+    """What requests refer to."""
+
+
+def _failing_requests(_):
+    """Return whether nothing is left of requests that have failed, without the garbage collector."""
+    gc.disable()
+    held = _Held()
+    left = weakref.ref(held)
+
+    def requests(_, held=held):
+        raise ValueError("no")
+
+    with contextlib.suppress(ValueError):
+        ask_store(requests, 10.0)
+    del held, requests
+    end = time.monotonic() + 10.0
+    while left() is not None and time.monotonic() < end:  # their thread is about to end
+        time.sleep(0.01)
+    return left() is None
+
+
+def test_requests_that_fail_leave_no_cycle():
+    assert run_ranks(_failing_requests, 1) == [True]
 
 
 def _from_many_threads(_):

@@ -187,7 +187,7 @@ def _average(
                 return completed_future(buffer)
             state.begin_bucket(name, bucket)
             if buffer.is_sparse:
-                return sparse_mean(group, buffer)
+                return completed_future(sparse_mean(group, buffer))
             job_name = f"{name}:average_bucket_{bucket.index()}"
             return start_sum(state, buffer, wire_dtype, divisor=group.size(), name=job_name)
         except Exception as error:  # noqa: BLE001 - raised here, it would leave DDP in the middle of a pass

@@ -155,13 +155,12 @@ def _submit_average(
 
 
 def start_mean(group: dist.ProcessGroup, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Start to average a bucket without compression: a dense one in place.
+    """Start to average a bucket without compression, a dense one in place; return a future of the mean.
 
-    Returns:
-        A future of the mean.
+    A sparse one is averaged here, and what fails is raised.
     """
     if buffer.is_sparse:
-        return sparse_mean(group, buffer)
+        return completed_future(sparse_mean(group, buffer))
     # Real numbers: an infinity would make a complex one's other part NaN.
     flat_real(buffer).div_(group.size())
     work: Any = dist.all_reduce(buffer, group=group, async_op=True)

@@ -115,10 +115,10 @@ def _average(
             return completed_future(buffer)
         try:
             require_same_bucket(group, name, {"channel": channel}, bucket)
+            if buffer.is_sparse:
+                return start_mean(group, buffer)
         except Exception as error:  # noqa: BLE001 - raised here, it would leave DDP in the middle of a pass
             return failed_future(error, buffer)
-        if buffer.is_sparse:
-            return start_mean(group, buffer)
         values = flat_real(buffer)
         precision = torch.promote_types(values.dtype, torch.float32)
         layout = kernels.AffineLayout(

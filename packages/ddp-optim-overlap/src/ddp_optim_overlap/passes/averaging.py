@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_utils.comm_hooks import sparse_mean
+from dist_utils.comm_hooks import completed_future, failed_future, sparse_mean
 from dist_utils.process_groups import future_of_work
 from dist_utils.torch_compat import GradBucket
 
@@ -36,11 +36,14 @@ def average_like_ddp(
     Returns:
         For a dense bucket, a future of a list with ``bucket.buffer()`` itself, exactly as the process group
         returns it: a callback that unpacked it would need the interpreter on one of Gloo's threads. For a
-        sparse one, as :func:`dist_utils.comm_hooks.sparse_mean`.
+        sparse one, a complete future of a new tensor.
     """
     buffer = bucket.buffer()
     if buffer.is_sparse:
-        return sparse_mean(group, buffer)
+        try:
+            return completed_future(sparse_mean(group, buffer))
+        except Exception as error:  # noqa: BLE001 - of the average, and not of this call
+            return failed_future(error, buffer)
     if divides:
         buffer.div_(group.size())
     else:

@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import os
-import threading
 import time
 import uuid
 import weakref
@@ -198,6 +197,10 @@ def _agent_keeps_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+_ROUNDS = "digests", "terms"
+"""What ranks say in the two rounds of a meeting."""
+
+
 class _Round:
     """The keys of one round of a meeting."""
 
@@ -212,8 +215,8 @@ class _Meeting:
     In a round each rank says something, and one verdict ends it for all. The verdict is written once, by
     whoever is first: the group's first rank when it has read what all have said, or any rank that stops
     waiting. All ranks see the same one, and the last to read it deletes it. Only a meeting to which a rank
-    has not come leaves its keys: they send that rank, if it comes too late, to a new meeting, where it waits
-    until its own timeout.
+    has not come, or which it has left, leaves its keys: they send that rank, if it comes too late, to a new
+    meeting, where it waits until its own timeout.
 
     Values travel in the second round, if digests differ in the first. Both are of one meeting, so a rank that
     drops out between them does not take the others' second round for the first one of its next call.
@@ -226,7 +229,6 @@ class _Meeting:
         self._me = group.rank()
         self._may_keep_store = dist.get_rank() == 0 and not _agent_keeps_store()
         self._caller = Caller()
-        self._over = threading.Event()
 
     def verdict(self) -> Verdict:
         """Say what this rank claims, wait for the other ranks, and return the verdict.
@@ -234,48 +236,24 @@ class _Meeting:
         Raises:
             torch.distributed.DistError: As :func:`dist_utils.process_groups.store.ask_store`.
         """
-        verdict = self._ask(self._hold_first)
-        if _goes_on(verdict):
-            verdict = self._ask(self._hold_second)
+        verdict = ask_store(self._hold_rounds, self._seconds + _LAST_SECONDS, caller=self._caller)
         if self._may_keep_store and not verdict.missing:
             with contextlib.suppress(dist.DistError):
                 ask_store(self._await_readers, _LAST_SECONDS, caller=self._caller)
         return verdict
 
-    def _ask(self, hold: Callable[[Any], Verdict]) -> Verdict:
-        self._over.clear()
-
-        def requests(store: Any) -> Verdict:
-            try:
-                return hold(store)
-            finally:
-                self._over.set()
-
-        try:
-            return ask_store(requests, self._seconds + _LAST_SECONDS, caller=self._caller)
-        except dist.DistError:  # nobody can be told
-            raise
-        except BaseException:
-            self._over.wait(_LAST_SECONDS)
-            raise
-
-    def _hold_first(self, store: Any) -> Verdict:
+    def _hold_rounds(self, store: Any) -> Verdict:
         self._store = store
         size = len(self._ranks)
         rounds = ([_Round(f"{prefix}/{name}", size) for name in _ROUNDS] for prefix in self._prefixes)
         first, second = next(pair for pair in rounds if not store.check([pair[0].verdict]))
-        self._first, self._second = first, second
         digest = hashlib.sha256(json.dumps(self._claim.terms).encode()).hexdigest()
         verdict = self._hold(first, self._claim._replace(terms={"terms": digest}))
-        if self._caller.gave_up and _goes_on(verdict):  # without this rank
-            self._decide(second, self._why_over(second))
-        return verdict
-
-    def _hold_second(self, store: Any) -> Verdict:
-        self._store = store
-        verdict = self._hold(self._second, self._claim)
-        if verdict.missing:
-            store.set(self._first.verdict, json.dumps(verdict))
+        if verdict.error and not verdict.missing:  # all ranks will read it; only now values travel
+            self._caller.wait_for(self._seconds + _LAST_SECONDS)
+            verdict = self._hold(second, self._claim)
+            if verdict.missing:
+                store.set(first.verdict, json.dumps(verdict))  # this meeting is over for who comes to it late
         return verdict
 
     def _hold(self, now: _Round, claim: Claim) -> Verdict:
@@ -347,14 +325,6 @@ class _Meeting:
             "process group must use it"
         )
         return Verdict(error, tuple(missing))
-
-
-_ROUNDS = "digests", "terms"
-
-
-def _goes_on(verdict: Verdict) -> bool:
-    """Whether ranks that have this verdict of the first round hold the second one."""
-    return bool(verdict.error) and not verdict.missing
 
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 1.0

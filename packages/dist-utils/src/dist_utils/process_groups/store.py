@@ -52,11 +52,20 @@ class Caller:
     Attributes:
         gave_up: Why nobody waits any longer; empty if somebody does. Requests that wait for other ranks end
             then, and do nothing from which these would conclude that this rank goes on.
+        seconds: How long the caller waits, from the last call of :meth:`wait_for` on.
+        until: When that is over.
     """
+
+    seconds: float
+    until: float
 
     def __init__(self) -> None:
         self.gave_up = ""
         self._gone = threading.Event()
+
+    def wait_for(self, seconds: float) -> None:
+        """Let the caller wait so long from now on."""
+        self.seconds, self.until = seconds, time.monotonic() + seconds
 
     def give_up(self, why: str) -> None:
         """Say, once, that nobody waits any longer."""
@@ -91,9 +100,10 @@ def ask_store(
         requests: Called on that thread with a connection that no other thread uses meanwhile: a request that
             waits in the store blocks all others on its connection, and ranks may wait for each other. torch
             2.6 has one connection only.
-        seconds: How long to wait.
+        seconds: How long to wait, if the requests do not say otherwise by the caller's ``wait_for``.
         undo: Called on the thread with a result that comes when nobody waits for it any longer.
         caller: Told when nobody waits any longer: after ``seconds``, an interrupt, or at the process's end.
+            Who gives one has requests that end soon after that: an interrupt waits for them.
 
     Raises:
         torch.distributed.DistError: The store is gone, or has not answered in time.
@@ -106,12 +116,16 @@ def ask_store(
         connection = _Connection()
     asked = _Asked(requests, undo, caller or Caller())
     try:
+        asked.caller.wait_for(seconds)
         connection.jobs.put(asked)
-        result = _result_within(seconds, asked.result)
+        result = _result_of(asked)
     except BaseException as error:
         if not asked.result.done():  # nobody waits any longer
-            why = f"{error}" if isinstance(error, dist.DistError) else repr(error)
-            asked.caller.give_up(why)  # not the error itself: its frames refer to what was asked
+            late = isinstance(error, dist.DistError)
+            # Not the error itself: its frames refer to what was asked.
+            asked.caller.give_up(f"{error}" if late else repr(error))
+            if caller is not None and not late:
+                futures.wait([asked.result], _LAST_SECONDS)
         raise
     finally:
         asked.result.cancel()  # after a timeout or an interrupt; else it has ended
@@ -120,11 +134,22 @@ def ask_store(
     return result
 
 
-def _result_within(seconds: float, result: futures.Future[T]) -> T:
-    # Not with result(seconds): its error at the end of that time is one that a signal handler may raise, too.
-    if not futures.wait([result], min(seconds, threading.TIMEOUT_MAX)).done:
-        raise dist.DistError(f"the process group's store has not answered within {seconds:g} s")
-    return result.result()
+def _result_of(asked: _Asked[T]) -> T:
+    try:
+        while not asked.result.done():
+            left = asked.caller.until - time.monotonic()
+            if left <= 0:
+                text = f"the process group's store has not answered within {asked.caller.seconds:g} s"
+                raise dist.DistError(text)
+            # Not with result(left): a signal handler may raise the error in which that ends, too.
+            futures.wait([asked.result], min(left, threading.TIMEOUT_MAX))
+        return asked.result.result()
+    finally:
+        del asked  # an error that it holds would refer to it by this frame
+
+
+_LAST_SECONDS = 2.0
+"""How long an interrupt waits for requests that end soon."""
 
 
 class _Connection:

@@ -142,14 +142,15 @@ def run_ranks(
         for rank in range(world_size):
             connection, theirs = context.Pipe()
             stacks = until_return.enter_context(tempfile.TemporaryFile("a+"))
-            files = [*outputs, until_return.enter_context(Connection(os.dup(stacks.fileno())))]
+            their_stacks = Connection(os.dup(stacks.fileno()))
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             process = context.Process(
                 target=run_rank,
-                args=(theirs, files, own, start_method, backend, group_timeout, call),
+                args=(theirs, [*outputs, their_stacks], own, start_method, backend, group_timeout, call),
             )
             process.start()
             theirs.close()
+            their_stacks.close()
             ranks.append(_Rank(rank, process, connection, stacks, may_die=rank in may_die))
             until_return.callback(ranks[-1].end)
         began = time.monotonic()
@@ -233,14 +234,6 @@ class _Rank:
         returned = self.reports.get(Stage.RETURNED)
         return None if returned is None else _load(returned, f"the result of rank {self.number}")
 
-    def hung_at(self) -> str:
-        """Say where its threads are."""
-        assert self.process.pid is not None  # it has started
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGUSR1)
-        time.sleep(patience(_SETTLE_SECONDS))
-        return f"rank {self.number} hung here:\n{self.written_stacks()}"
-
     def written_stacks(self) -> str:
         """Return the stacks that it has written, when it was asked for them or when it crashed."""
         self.stacks.seek(0)
@@ -267,7 +260,7 @@ def _wait(ranks: Sequence[_Rank], stage: Stage, began: float, timeout: float) ->
     while late := [rank for rank in ranks if not rank.has_reached(stage)]:
         waited = time.monotonic() - began
         if waited > timeout and waited > (limit := patience(timeout)):
-            numbers, text = [rank.number for rank in late], "".join(rank.hung_at() for rank in late)
+            numbers, text = [rank.number for rank in late], _where_they_hang(late)
             raise RanksHung(f"ranks {numbers} of {len(ranks)} did not finish within {limit:g} s\n{text}")
         sources = [rank.process.sentinel for rank in late]
         connections = [rank.connection for rank in late if not rank.connection.closed]
@@ -276,6 +269,16 @@ def _wait(ranks: Sequence[_Rank], stage: Stage, began: float, timeout: float) ->
             rank.listen()
         if any((rank.has_died and not rank.may_die) or Stage.FAILED in rank.reports for rank in late):
             _raise_first_failure(ranks)
+
+
+def _where_they_hang(ranks: Sequence[_Rank]) -> str:
+    """Return the stacks of these ranks' threads."""
+    for rank in ranks:
+        assert rank.process.pid is not None  # it has started
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.process.pid, signal.SIGUSR1)
+    time.sleep(patience(_SETTLE_SECONDS))
+    return "".join(f"rank {rank.number} hung here:\n{rank.written_stacks()}" for rank in ranks)
 
 
 def _raise_first_failure(ranks: Sequence[_Rank]) -> NoReturn:
@@ -287,7 +290,7 @@ def _raise_first_failure(ranks: Sequence[_Rank]) -> NoReturn:
     failures = {rank.number: rank.reports[Stage.FAILED] for rank in ranks if Stage.FAILED in rank.reports}
     texts = [f"\nrank {number} raised:\n{failure.traceback}" for number, failure in failures.items()]
     dead = [rank for rank in ranks if rank.has_died and not rank.may_die]
-    error = _death(dead[0], len(ranks)) if dead else _raised(min(failures.values()).error)
+    error = _death(dead, len(ranks)) if dead else _raised(min(failures.values()).error)
     raise error from RankTraceback("\n".join(texts)) if texts else None
 
 
@@ -310,9 +313,11 @@ def _load(pickled: bytes, what: str) -> Any:
         raise RuntimeError(f"{what} cannot be made here: {error_text(error)}") from error
 
 
-def _death(rank: _Rank, world_size: int) -> RankDied:
+def _death(dead: Sequence[_Rank], world_size: int) -> RankDied:
+    rank = dead[0]
     code: int = rank.reports[Stage.ENDED]
     names = {one.value: one.name for one in signal.Signals}  # real-time signals have none
     how = f"killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"exit code {code}"
     when = "died after it had returned" if Stage.RETURNED in rank.reports else "ended without a result"
-    return RankDied(f"rank {rank.number} of {world_size} {when}: {how}\n{rank.written_stacks()}".rstrip())
+    stacks = [f"\nrank {one.number} crashed here:\n{text}" for one in dead if (text := one.written_stacks())]
+    return RankDied(f"rank {rank.number} of {world_size} {when}: {how}{''.join(stacks)}")
