@@ -52,4 +52,4 @@ __all__ = [
     "verify_param_shape_across_processes",
 ]
 
-__version__ = "1.3.3"
+__version__ = "1.4.0"
