@@ -18,4 +18,4 @@ __all__ = [
     "fp16_compress_wrapper",
 ]
 
-__version__ = "1.1.2"
+__version__ = "1.1.3"
