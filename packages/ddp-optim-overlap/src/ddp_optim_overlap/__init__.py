@@ -48,4 +48,4 @@ __all__ = [
     "register_fused_optim",
 ]
 
-__version__ = "2.1.2"
+__version__ = "2.1.3"
