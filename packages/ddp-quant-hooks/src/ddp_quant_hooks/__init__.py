@@ -28,4 +28,4 @@ __all__ = [
     "reduce_scatter_tensor",
 ]
 
-__version__ = "1.2.2"
+__version__ = "1.2.3"
