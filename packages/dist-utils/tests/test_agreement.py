@@ -14,7 +14,7 @@ from simulated_bucket import SimulatedBucket
 
 from dist_utils import AgreementError, require_same_terms
 from dist_utils.comm_hooks import require_same_bucket, require_same_call
-from dist_utils.process_groups import all_gather_plain
+from dist_utils.process_groups import agreement, all_gather_plain
 from dist_utils.testing import run_ranks
 from dist_utils.torch_compat import default_store
 
@@ -135,23 +135,29 @@ def test_whatever_is_wrong_on_one_rank_is_raised_there_and_told_to_all_others(wr
 def _interrupted_between_rounds(rank):
     """Rank 1 gets a signal when all know that digests differ, before it reads that."""
     processes = all_gather_plain(None, os.getpid())
+    first = f"dist_utils/0/{dist.group.WORLD.group_name}:0/0/digests"
 
     def interrupt(*_):
         raise TimeoutError("alarm")
 
+    def await_key(key):
+        while not default_store().check([f"{first}/{key}"]):
+            time.sleep(0.01)
+
+    def interrupt_peer():
+        await_key("verdict")
+        os.kill(processes[1], signal.SIGALRM)
+
     signal.signal(signal.SIGALRM, interrupt)
-    if rank == 0:
-        time.sleep(2.0)  # so that the other rank looks every tenth of a second
-        verdict = f"dist_utils/0/{dist.group.WORLD.group_name}:0/0/digests/verdict"
-
-        def watch():
-            while not default_store().check([verdict]):
-                time.sleep(0.0005)
-            os.kill(processes[1], signal.SIGALRM)
-
-        threading.Thread(target=watch).start()
-        time.sleep(0.1)
-    return _outcome("hook", {"bits": rank}), [_outcome("hook", {"bits": 8}) for _ in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            await_key(1)
+            time.sleep(1.0)  # by now the other rank has looked for the verdict, and does so only once
+            threading.Thread(target=interrupt_peer).start()
+        else:
+            patch.setattr(agreement, "_pause", lambda _: 1000.0)
+        outcome = _outcome("hook", {"bits": rank})
+    return outcome, [_outcome("hook", {"bits": 8}) for _ in range(3)]
 
 
 def test_a_rank_that_leaves_while_terms_are_told_is_in_step_afterwards():

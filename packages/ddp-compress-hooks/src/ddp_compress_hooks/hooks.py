@@ -42,7 +42,8 @@ def allreduce_hook(process_group: GroupOrState, bucket: GradBucket) -> torch.fut
         RuntimeError: A peer failed; raised by ``backward()``.
 
     Cost:
-        One all-reduce; each rank sends ``2 (W - 1) / W`` times the bucket's bytes.
+        One all-reduce; each rank sends ``2 (W - 1) / W`` times the bucket's bytes. For a sparse bucket, with
+        every hook here, that of :func:`dist_utils.comm_hooks.sparse_mean`.
 
     Source:
         ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook``.
